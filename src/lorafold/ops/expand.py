@@ -1,0 +1,204 @@
+"""The expand and fold: out += scale * bf16(xa B^T), in place.
+
+    delta[row, n] = bf16( dot(xa[slice, row, :], B[slice, key(row)][n, :]) )
+    out[slice][row, n] = bf16( f32(out) + f32(scale * f32(delta)) )
+
+Everything but xa is read before the wait for the shrink.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorafold.ops.dot import gemv_total
+from lorafold.ops.rows import program_rows, select
+from lorafold.ops.tiles import ExpandTile
+
+__all__ = ["expand_kernel", "expand_triton"]
+
+
+@triton.jit
+def _slice_of(program, n_outs, width):
+    """The slice whose columns a program works on, and that slice's first program."""
+    slice_id = program * 0
+    first = program * 0
+    border = program * 0
+    for i in tl.static_range(1, len(n_outs)):
+        border += tl.cdiv(n_outs[i - 1], width)
+        slice_id = tl.where(program >= border, i, slice_id)
+        first = tl.where(program >= border, border, first)
+    return slice_id, first
+
+
+@triton.jit
+def _load_b(b_ptr, cols, n_out, ks, rank, max_rank):
+    """B [BLOCK_COLS, BLOCK_K], +0 beyond the matrix and from the true rank's last vector on."""
+    b_ptrs = b_ptr + cols.to(tl.int64)[:, None] * max_rank + ks[None, :]
+    return tl.load(b_ptrs, mask=_wanted(cols < n_out, ks, rank, max_rank), other=0.0)
+
+
+@triton.jit
+def _wanted(has_row, ks, rank, max_rank):
+    """The elements up to the true rank, in whole 16-byte vectors so that loads stay wide."""
+    return has_row[:, None] & (ks // 8 * 8 < rank)[None, :] & (ks < max_rank)[None, :]
+
+
+@triton.jit
+def _load_xa(ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS: tl.constexpr):
+    """xa [BLOCK_ROWS, BLOCK_K] in bf16, +0 from the true rank on: as stored, or the ascending sum
+    of its fp32 segments."""
+    xa_ptrs = ptrs[:, None] + ks[None, :]
+    wanted = _wanted(has_row, ks, rank, max_rank)
+    if SEGMENTS == 0:
+        xa = tl.load(xa_ptrs, mask=wanted, other=0.0)
+    else:
+        total = tl.load(xa_ptrs, mask=wanted, other=0.0) + 0.0
+        for g in tl.static_range(1, SEGMENTS):
+            total += tl.load(xa_ptrs + g * plane_stride, mask=wanted, other=0.0)
+        xa = total.to(tl.bfloat16)
+    return tl.where((ks < rank)[None, :], xa, 0.0)
+
+
+@triton.jit
+def _fold(out_ptrs, mask, out, delta, scale):
+    """The contract's last two roundings: the delta to bf16, the scaled sum to bf16."""
+    folded = out.to(tl.float32) + scale * delta.to(tl.bfloat16).to(tl.float32)
+    tl.store(out_ptrs, folded.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "width"])
+def expand_kernel(
+    xa_ptr,
+    out_ptrs,
+    b_tables,
+    scale_tables,
+    rank_tables,
+    tile_key_ptr,
+    tile_rows_ptr,
+    num_rows,
+    max_rank,
+    n_outs,
+    out_strides,
+    width,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    LOOP: tl.constexpr,
+    STAGES: tl.constexpr,
+    GEMV: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS, BLOCK_ROWS)
+    if key < 0:
+        return
+    slice_id, first = _slice_of(tl.program_id(1), n_outs, width)
+    b_address = tl.load(select(b_tables, slice_id) + key)
+    if b_address == 0:
+        return
+    rank = tl.load(select(rank_tables, slice_id) + key)
+    scale = tl.load(select(scale_tables, slice_id) + key)
+    n_out = select(n_outs, slice_id)
+    has_row = rows >= 0
+    b_ptr = tl.multiple_of(b_address.to(tl.pointer_type(tl.bfloat16)), 16)
+    out_rows = rows.to(tl.int64) * select(out_strides, slice_id)
+    out_row_ptrs = select(out_ptrs, slice_id) + out_rows[:, None]  # [BLOCK_ROWS, 1]
+    plane_stride = num_rows.to(tl.int64) * max_rank
+    planes = SEGMENTS if SEGMENTS > 0 else 1
+    xa_ptrs = (
+        xa_ptr + slice_id * planes * plane_stride + rows.to(tl.int64) * max_rank
+    )  # [BLOCK_ROWS]
+    begin = (tl.program_id(1) - first) * width
+    cols = begin + tl.arange(0, BLOCK_COLS)
+    ks = tl.arange(0, BLOCK_K)
+    if GEMV:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        mask = has_row[:, None] & (cols < n_out)[None, :]
+        out = tl.load(out_row_ptrs + cols[None, :], mask=mask, other=0.0)
+        b_ptrs = b_ptr + cols.to(tl.int64) * max_rank  # [BLOCK_COLS]
+        delta = gemv_total(
+            xa_ptrs, has_row, b_ptrs, cols < n_out, rank, BLOCK_ROWS, BLOCK_COLS, BLOCK_K // 8
+        )
+        _fold(out_row_ptrs + cols[None, :], mask, out, delta, scale)
+    elif not LOOP:
+        # Few programs: what matters is latency, so all but xa is on its way before the wait.
+        mask = has_row[:, None] & (cols < n_out)[None, :]
+        b = _load_b(b_ptr, cols, n_out, ks, rank, max_rank)
+        out = tl.load(out_row_ptrs + cols[None, :], mask=mask, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
+        delta = tl.dot(xa, tl.trans(b))
+        for k in range(BLOCK_K, rank, BLOCK_K):
+            b = _load_b(b_ptr, cols, n_out, k + ks, rank, max_rank)
+            xa = _load_xa(xa_ptrs, has_row, k + ks, rank, max_rank, plane_stride, SEGMENTS)
+            delta = tl.dot(xa, tl.trans(b), delta)
+        _fold(out_row_ptrs + cols[None, :], mask, out, delta, scale)
+    else:
+        # Many programs: xa is added up once for all column blocks, whose loads are pipelined.
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
+        end = min(begin + width, n_out)
+        for start in tl.range(begin, end, BLOCK_COLS, num_stages=STAGES):
+            at = start + tl.arange(0, BLOCK_COLS)
+            mask = has_row[:, None] & (at < n_out)[None, :]
+            b = _load_b(b_ptr, at, n_out, ks, rank, max_rank)
+            out = tl.load(out_row_ptrs + at[None, :], mask=mask, other=0.0)
+            _fold(out_row_ptrs + at[None, :], mask, out, tl.dot(xa, tl.trans(b)), scale)
+
+
+def expand_triton(
+    xa: Tensor,
+    outs: tuple[Tensor, ...],
+    b_tables: tuple[Tensor, ...],
+    scale_tables: tuple[Tensor, ...],
+    rank_tables: tuple[Tensor, ...],
+    tile_key: Tensor | None,
+    tile_rows: Tensor | None,
+    num_rows: int,
+    max_rank: int,
+    segments: int,
+    tile: ExpandTile,
+    gemv: bool,
+    pdl: bool,
+) -> None:
+    """Launch the expand. `segments` is 0 where xa is bfloat16 and ready, else the number of fp32
+    segment sums to add. outs: one [num_rows, n_out] bfloat16 view per slice, changed in place."""
+    n_outs = tuple(out.shape[1] for out in outs)
+    width = tile.block_cols * tile.blocks
+    programs = sum(triton.cdiv(n, width) for n in n_outs)
+    expand_kernel[(tile.programs(num_rows, tile_key), programs)](
+        xa,
+        outs,
+        b_tables,
+        scale_tables,
+        rank_tables,
+        tile_key,
+        tile_rows,
+        num_rows,
+        max_rank,
+        n_outs,
+        tuple(out.stride(0) for out in outs),
+        width,
+        TILE_ROWS=tile.tile_rows,
+        BLOCK_ROWS=tile.block_rows,
+        BLOCK_COLS=tile.block_cols,
+        BLOCK_K=tile.block_k,
+        SEGMENTS=segments,
+        LOOP=tile.blocks > 1,
+        STAGES=tile.num_stages,
+        GEMV=gemv,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        num_stages=1,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )

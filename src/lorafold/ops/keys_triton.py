@@ -1,0 +1,127 @@
+"""The kernels that compute the keys of mixture-of-experts rows on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["gather_keys_kernel", "gather_keys_triton", "grouped_keys_kernel", "grouped_keys_triton"]
+
+_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gather_keys_kernel(
+    indices_ptr,
+    row_adapter_ptr,
+    keys_ptr,
+    num_rows,
+    top_k,
+    num_experts,
+    max_loras,
+    BLOCK: tl.constexpr,
+):
+    """keys[r] = slot(r // top_k) * num_experts + indices[r], or -1."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    has_row = rows < num_rows
+    experts = tl.load(indices_ptr + rows, mask=has_row, other=-1)
+    if row_adapter_ptr is None:
+        slots = rows * 0
+    else:
+        slots = tl.load(row_adapter_ptr + rows // top_k, mask=has_row, other=-1)
+    inside = (slots >= 0) & (slots < max_loras) & (experts >= 0) & (experts < num_experts)
+    keys = tl.where(inside, slots * num_experts + experts.to(tl.int32), -1)
+    tl.store(keys_ptr + rows, keys, mask=has_row)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "row_offset", "row_end", "total_rows"])
+def grouped_keys_kernel(
+    offsets_ptr,
+    token_ids_ptr,
+    row_adapter_ptr,
+    keys_ptr,
+    num_tokens,
+    row_offset,
+    row_end,
+    total_rows,
+    layer_experts,
+    num_experts,
+    max_loras,
+    BLOCK: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    """keys[r - row_offset] for rows row_offset .. row_end; all -1 if the offsets are no partition."""
+    local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = row_offset + local
+    has_row = rows < row_end
+    e = tl.arange(0, BLOCK_EXPERTS)
+    in_layer = e < layer_experts
+    begins = tl.load(offsets_ptr + e, mask=in_layer, other=0)
+    ends = tl.load(offsets_ptr + e + 1, mask=in_layer, other=0)
+    descends = in_layer & (ends < begins)
+    misfits = (e == 0) & (begins != 0) | (e == layer_experts - 1) & (ends != total_rows)
+    broken = tl.max((descends | misfits).to(tl.int32), axis=0)
+    passed = in_layer[None, :] & (ends[None, :] <= rows[:, None])
+    experts = tl.sum(passed.to(tl.int32), axis=1)  # [BLOCK]
+    tokens = tl.load(token_ids_ptr + rows, mask=has_row, other=-1)
+    known = has_row & (tokens >= 0) & (tokens < num_tokens)
+    if row_adapter_ptr is None:
+        slots = local * 0
+    else:
+        slots = tl.load(row_adapter_ptr + tokens, mask=known, other=-1)
+    inside = known & (slots >= 0) & (slots < max_loras) & (experts < num_experts) & (broken == 0)
+    tl.store(keys_ptr + local, tl.where(inside, slots * num_experts + experts, -1), mask=has_row)
+
+
+def gather_keys_triton(
+    indices: Tensor,
+    row_adapter: Tensor | None,
+    top_k: int,
+    num_experts: int,
+    max_loras: int,
+    out: Tensor | None,
+) -> Tensor:
+    """Launch `gather_keys_kernel`; see `keys.gather_keys`."""
+    num_rows = indices.shape[0]
+    keys = torch.empty_like(indices, dtype=torch.int32) if out is None else out
+    if num_rows:
+        gather_keys_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+            indices, row_adapter, keys, num_rows, top_k, num_experts, max_loras, BLOCK=_BLOCK
+        )
+    return keys
+
+
+def grouped_keys_triton(
+    expert_offsets: Tensor,
+    sorted_token_ids: Tensor,
+    row_adapter: Tensor | None,
+    num_tokens: int,
+    row_offset: int,
+    row_end: int,
+    num_experts: int,
+    max_loras: int,
+    out: Tensor | None,
+) -> Tensor:
+    """Launch `grouped_keys_kernel`; see `keys.grouped_keys`."""
+    num_rows = row_end - row_offset
+    keys = expert_offsets.new_empty(num_rows) if out is None else out
+    layer_experts = expert_offsets.shape[0] - 1
+    if num_rows:
+        grouped_keys_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+            expert_offsets,
+            sorted_token_ids,
+            row_adapter,
+            keys,
+            num_tokens,
+            row_offset,
+            row_end,
+            sorted_token_ids.shape[0],
+            layer_experts,
+            num_experts,
+            max_loras,
+            BLOCK=_BLOCK,
+            BLOCK_EXPERTS=triton.next_power_of_2(layer_experts),
+        )
+    return keys

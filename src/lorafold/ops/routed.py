@@ -1,0 +1,133 @@
+"""The one operator behind all named ones: rows find a key, the key finds A, B and the scale.
+
+`torch.ops.lorafold.routed_delta` is registered with torch.library, so that torch.compile sees one
+opaque operator that changes its outputs in place. CPU tensors are computed by the reference, CUDA
+tensors by the Triton kernels; the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lorafold.numerics import Numerics, resolve
+from lorafold.ops import reference
+from lorafold.ops.check import check_contents
+from lorafold.ops.plan import make_plan
+
+__all__ = ["routed_delta"]
+
+_SCHEMA = (
+    "routed_delta(Tensor x, Tensor(a!)[] outs, Tensor? keys, Tensor[] a_tables, "
+    "Tensor[] b_tables, Tensor[] scale_tables, Tensor[] rank_tables, int max_rank, str numerics, "
+    "Tensor? source, int top_k, Tensor? tile_key, Tensor? tile_rows, Tensor? scratch) -> ()"
+)
+
+
+def _source_rows(rows: Tensor, source: Tensor | None, top_k: int) -> Tensor:
+    return rows // top_k if source is None else source[rows]
+
+
+def _routed_cpu(
+    x: Tensor,
+    outs: Sequence[Tensor],
+    keys: Tensor | None,
+    a_tables: Sequence[Tensor],
+    b_tables: Sequence[Tensor],
+    scale_tables: Sequence[Tensor],
+    rank_tables: Sequence[Tensor],
+    max_rank: int,
+    numerics: str,
+    source: Tensor | None,
+    top_k: int,
+    tile_key: Tensor | None,
+    tile_rows: Tensor | None,
+    scratch: Tensor | None,
+) -> None:
+    check_contents(x, outs, keys, a_tables[0].shape[0])
+    num_rows, k_in = outs[0].shape[0], x.shape[1]
+    chosen = resolve(numerics, x.device)
+    if keys is None:
+        keys = torch.zeros(num_rows, dtype=torch.int32)
+    in_table = (keys >= 0) & (keys < a_tables[0].shape[0])
+    for key in keys[in_table].unique().tolist():
+        rows = (keys == key).nonzero().squeeze(1)
+        x_rows = x[_source_rows(rows, source, top_k)]
+        for i, out in enumerate(outs):
+            a_address, b_address = int(a_tables[i][key]), int(b_tables[i][key])
+            if not a_address or not b_address:
+                continue
+            rank = int(rank_tables[i][key])
+            a = reference.matrix_at(a_address, rank, k_in)
+            b = reference.matrix_at(b_address, out.shape[1], max_rank)[:, :rank]
+            delta = reference.delta_rows(x_rows, a, b, chosen)
+            out[rows] = reference.fold(out[rows], delta, scale_tables[i][key])
+
+
+def _routed_cuda(
+    x: Tensor,
+    outs: Sequence[Tensor],
+    keys: Tensor | None,
+    a_tables: Sequence[Tensor],
+    b_tables: Sequence[Tensor],
+    scale_tables: Sequence[Tensor],
+    rank_tables: Sequence[Tensor],
+    max_rank: int,
+    numerics: str,
+    source: Tensor | None,
+    top_k: int,
+    tile_key: Tensor | None,
+    tile_rows: Tensor | None,
+    scratch: Tensor | None,
+) -> None:
+    from lorafold.ops.launch import routed_triton
+
+    check_contents(x, outs, keys, a_tables[0].shape[0])
+    if not outs[0].shape[0]:
+        return
+    if keys is not None and tile_key is None:
+        plan = make_plan(keys, a_tables[0].shape[0])
+        tile_key, tile_rows = plan.tile_key, plan.tile_rows
+    tables = tuple(a_tables), tuple(b_tables), tuple(scale_tables), tuple(rank_tables)
+    routed_triton(
+        x, tuple(outs), tables, max_rank, resolve(numerics, x.device), source, top_k,
+        tile_key, tile_rows, scratch,
+    )  # fmt: skip
+
+
+_LIBRARY = torch.library.Library("lorafold", "DEF")
+_LIBRARY.define(_SCHEMA)
+_LIBRARY.impl("routed_delta", _routed_cpu, "CPU")
+_LIBRARY.impl("routed_delta", _routed_cuda, "CUDA")
+
+
+@torch.library.register_fake("lorafold::routed_delta", lib=_LIBRARY)
+def _routed_fake(*args: object) -> None:
+    return None
+
+
+def routed_delta(
+    x: Tensor,
+    outs: Sequence[Tensor],
+    keys: Tensor | None,
+    tables: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+    max_rank: int,
+    numerics: Numerics,
+    source: Tensor | None = None,
+    top_k: int = 1,
+    tile_key: Tensor | None = None,
+    tile_rows: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> None:
+    """Fold every row's delta into `outs` in place; operands are taken as checked.
+
+    Row i of each output uses key `keys[i]` (0 for all rows where `keys` is None), and as input row
+    `source[i]`, or i // top_k. `tables` holds (A addresses, B addresses, scales, ranks) per output.
+    """
+    a_tables, b_tables, scale_tables, rank_tables = zip(*tables, strict=True)
+    torch.ops.lorafold.routed_delta(
+        x, outs, keys, a_tables, b_tables, scale_tables, rank_tables, max_rank, numerics,
+        source, top_k, tile_key, tile_rows, scratch,
+    )  # fmt: skip

@@ -1,0 +1,151 @@
+"""The shrink: xa = x A^T for rows of many keys, rounded to bf16 once.
+
+    xa[slice, row, j] = bf16( dot(x[source(row), :], A[slice, key(row)][j, :]) )
+
+With `tile.split`, one program takes one segment of K and the fp32 segment sums are stored as they
+are; the expand adds them in ascending order. The bits are the same either way.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorafold.numerics import SEGMENT
+from lorafold.ops.dot import gemv_total, mma_chain, mma_total
+from lorafold.ops.rows import program_rows, select
+from lorafold.ops.tiles import ShrinkTile
+
+__all__ = ["shrink_kernel", "shrink_triton"]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def shrink_kernel(
+    x_ptr,
+    xa_ptr,
+    a_tables,
+    rank_tables,
+    tile_key_ptr,
+    tile_rows_ptr,
+    source_ptr,
+    num_rows,
+    top_k,
+    k_in,
+    max_rank,
+    x_stride,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    GEMV: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        # Only after the wait may dependents start: then whatever ran before this kernel is
+        # complete when the expand begins, and it may read all but xa before its own wait.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS, BLOCK_ROWS)
+    if key < 0:
+        return
+    rank_blocks = tl.cdiv(max_rank, BLOCK_RANKS)
+    slice_id = tl.program_id(1) // rank_blocks
+    ranks = tl.program_id(1) % rank_blocks * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
+    a_address = tl.load(select(a_tables, slice_id) + key)
+    rank = tl.load(select(rank_tables, slice_id) + key)
+    rank = tl.where(a_address == 0, 0, rank)
+    if tl.program_id(1) % rank_blocks * BLOCK_RANKS >= rank:
+        return
+    has_row = rows >= 0
+    if source_ptr is None:
+        sources = rows // top_k
+    else:
+        sources = tl.load(source_ptr + rows, mask=has_row, other=0)
+    has_rank = ranks < rank
+    a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(tl.bfloat16)), 16)
+    a_ptrs = a_ptr + ranks.to(tl.int64) * k_in  # [BLOCK_RANKS]
+    x_ptrs = x_ptr + sources.to(tl.int64) * x_stride  # [BLOCK_ROWS]
+    plane = slice_id
+    if GEMV:
+        xa = gemv_total(
+            x_ptrs, has_row, a_ptrs, has_rank, k_in, BLOCK_ROWS, BLOCK_RANKS, BLOCK_K // 8
+        )
+    elif SPLIT:
+        segment = tl.program_id(2)
+        plane = slice_id * tl.num_programs(2) + segment
+        end = min(segment * SEGMENT + SEGMENT, k_in)
+        zero = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
+        chain = mma_chain(
+            x_ptrs, has_row, a_ptrs, has_rank, segment * SEGMENT, end, zero, BLOCK_K, EVEN_K
+        )
+        xa = tl.trans(chain)
+    else:
+        xa = mma_total(
+            x_ptrs,
+            has_row,
+            a_ptrs,
+            has_rank,
+            k_in,
+            SEGMENT,
+            BLOCK_ROWS,
+            BLOCK_RANKS,
+            BLOCK_K,
+            EVEN_K,
+        )
+    offsets = (plane.to(tl.int64) * num_rows + rows)[:, None] * max_rank + ranks[None, :]
+    mask = has_row[:, None] & has_rank[None, :]
+    tl.store(xa_ptr + offsets, xa.to(xa_ptr.dtype.element_ty), mask=mask)
+
+
+def shrink_triton(
+    x: Tensor,
+    xa: Tensor,
+    a_tables: tuple[Tensor, ...],
+    rank_tables: tuple[Tensor, ...],
+    tile_key: Tensor | None,
+    tile_rows: Tensor | None,
+    source: Tensor | None,
+    num_rows: int,
+    top_k: int,
+    k_in: int,
+    max_rank: int,
+    tile: ShrinkTile,
+    gemv: bool,
+    pdl: bool,
+) -> None:
+    """Launch the shrink. xa: float32 [slices, segments, num_rows, max_rank] with `tile.split`,
+    else bfloat16 [slices, num_rows, max_rank]; entries that no row or rank owns are not written."""
+    parts = tile.programs(num_rows, tile_key)
+    rank_blocks = triton.cdiv(max_rank, tile.block_ranks)
+    segments = triton.cdiv(k_in, SEGMENT) if tile.split else 1
+    shrink_kernel[(parts, len(a_tables) * rank_blocks, segments)](
+        x,
+        xa,
+        a_tables,
+        rank_tables,
+        tile_key,
+        tile_rows,
+        source,
+        num_rows,
+        top_k,
+        k_in,
+        max_rank,
+        x.stride(0),
+        TILE_ROWS=tile.tile_rows,
+        BLOCK_ROWS=tile.block_rows,
+        BLOCK_RANKS=tile.block_ranks,
+        BLOCK_K=tile.block_k,
+        EVEN_K=k_in % tile.block_k == 0,
+        SPLIT=tile.split,
+        SEGMENT=SEGMENT,
+        GEMV=gemv,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,132 @@
+"""Block sizes: pure functions of the shape, no tuning at run time.
+
+No size here enters the bits (the contract's section 3); they decide only how fast a call is. Each
+function has a finite set of answers, which `shrink_tiles` and `expand_tiles` list for the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lorafold.numerics import SEGMENT, Numerics
+
+__all__ = [
+    "ExpandTile",
+    "ShrinkTile",
+    "expand_tile",
+    "max_tiles",
+    "plan_rows",
+    "shrink_tile",
+]
+
+NUM_SMS = 132
+"""Multiprocessors of the device that the rules were fitted on; others run the same bits."""
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def plan_rows(num_rows: int, num_keys: int) -> int:
+    """Rows of one tile of a plan: 16, 32 or 64, by how many rows a key has on average.
+
+    Example:
+        >>> plan_rows(64, 8), plan_rows(8192, 1)
+        (16, 64)
+    """
+    average = num_rows // max(1, min(num_rows, num_keys))
+    return 16 if average <= 32 else 32 if average <= 128 else 64
+
+
+def max_tiles(num_rows: int, num_keys: int, block_rows: int) -> int:
+    """The most tiles that num_rows rows over num_keys keys can need.
+
+    Example:
+        >>> max_tiles(64, 8, 16)
+        11
+    """
+    keys = min(num_rows, num_keys)
+    return min(num_rows, (num_rows + keys * (block_rows - 1)) // block_rows)
+
+
+def _lanes(k: int) -> int:
+    """Lanes of "gemv" that can hold an element: 8 at least, for the tail of K, and 64 at most."""
+    return max(8, min(64, _next_power_of_2(_cdiv(k, 8))))
+
+
+@dataclass(frozen=True)
+class ShrinkTile:
+    """Block sizes of the shrink. `tile_rows` is the plan's; `split` puts one program on a segment."""
+
+    tile_rows: int
+    block_rows: int
+    block_ranks: int
+    block_k: int
+    split: bool
+    num_warps: int
+    num_stages: int
+
+    def programs(self, num_rows: int, tile_key: Tensor | None) -> int:
+        """Programs along the rows."""
+        return _row_programs(self.tile_rows, self.block_rows, num_rows, tile_key)
+
+
+@dataclass(frozen=True)
+class ExpandTile:
+    """Block sizes of the expand. One program works through `blocks` column blocks."""
+
+    tile_rows: int
+    block_rows: int
+    block_cols: int
+    blocks: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def programs(self, num_rows: int, tile_key: Tensor | None) -> int:
+        """Programs along the rows."""
+        return _row_programs(self.tile_rows, self.block_rows, num_rows, tile_key)
+
+
+def _row_programs(tile_rows: int, block_rows: int, num_rows: int, tile_key: Tensor | None) -> int:
+    if tile_key is None:
+        return _cdiv(num_rows, block_rows)
+    return int(tile_key.shape[0]) * (tile_rows // block_rows)
+
+
+def shrink_tile(
+    numerics: Numerics, num_tiles: int, tile_rows: int, num_slices: int, k_in: int, max_rank: int
+) -> ShrinkTile:
+    """The shrink's block sizes for `num_tiles` tiles of `tile_rows` rows."""
+    if numerics == "gemv":
+        lanes = _lanes(k_in)
+        return ShrinkTile(tile_rows, 4, 4, lanes * 8, False, 4, 2)
+    ranks = max(16, min(64, _next_power_of_2(max_rank)))
+    block_k = min(128, max(16, _next_power_of_2(k_in)))
+    segments = _cdiv(k_in, SEGMENT)
+    work = num_tiles * num_slices * _cdiv(max_rank, 64)
+    # Enough programs to fill the device: first narrower rank blocks, then one per segment.
+    while ranks > 16 and work * segments * (64 // ranks) < 2 * NUM_SMS:
+        ranks //= 2
+    split = segments > 1 and work * _cdiv(min(max_rank, 64), ranks) < 2 * NUM_SMS
+    return ShrinkTile(tile_rows, tile_rows, ranks, block_k, split, 4, 4)
+
+
+def expand_tile(
+    numerics: Numerics, num_tiles: int, tile_rows: int, columns: int, max_rank: int
+) -> ExpandTile:
+    """The expand's block sizes for `num_tiles` tiles and `columns` output columns in all."""
+    if numerics == "gemv":
+        lanes = _lanes(max_rank)
+        return ExpandTile(tile_rows, 4, max(4, 256 // lanes), 1, lanes * 8, 4, 1)
+    block_k = max(16, min(128, _next_power_of_2(max_rank)))
+    cols = 128
+    while cols > 32 and num_tiles * _cdiv(columns, cols) < 2 * NUM_SMS:
+        cols //= 2
+    return ExpandTile(tile_rows, tile_rows, cols, 1, block_k, 4, 1)
