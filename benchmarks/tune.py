@@ -30,35 +30,24 @@ LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8), (2048, 8))
 def shrink_candidates(tile_rows: int, k_in: int, rank: int) -> list[ShrinkTile]:
     found = []
     for ranks in (16, 32, 64):
-        for block_k in (64, 128, 256):
-            for warps, stages in ((4, 3), (4, 5), (2, 4), (8, 3)):
-                size = (ranks + tile_rows) * block_k * 2 * stages
-                enough_work = ranks * tile_rows >= 256 * warps // 4
-                if ranks > max(16, rank) or size > SHARED_MEMORY or not enough_work:
-                    continue
-                for split in (False, True):
-                    found.append(
-                        ShrinkTile(tile_rows, tile_rows, ranks, block_k, split, warps, stages)
-                    )
+        for block_k, warps, stages in (
+            (64, 2, 4), (64, 4, 3), (64, 4, 5), (128, 2, 4), (128, 4, 3), (128, 4, 5), (256, 2, 4),
+            (256, 4, 3), (256, 4, 5), (1024, 2, 1), (1024, 4, 1), (1024, 8, 1),
+        ):  # fmt: skip
+            size = (ranks + tile_rows) * block_k * 2 * stages
+            enough_work = ranks * tile_rows >= 256 * warps // 4
+            if ranks <= max(16, rank) and size <= SHARED_MEMORY and enough_work:
+                found.append(ShrinkTile(tile_rows, tile_rows, ranks, block_k, True, warps, stages))
     return found
 
 
 def expand_candidates(tile_rows: int, rank: int) -> list[ExpandTile]:
     found = []
-    for cols in (32, 64, 128, 256):
+    for cols in (32, 64, 128):
         for warps in (2, 4, 8):
             if not 256 * warps <= cols * tile_rows <= 4096 * warps:
                 continue
-            for blocks, stages in (
-                (1, 1),
-                (2, 2),
-                (4, 2),
-                (4, 3),
-                (8, 3),
-                (8, 4),
-                (16, 3),
-                (32, 3),
-            ):
+            for blocks, stages in ((1, 1), (2, 2), (4, 3), (8, 3), (16, 3), (32, 3), (8, 4)):
                 size = stages * cols * 2 * (max(16, rank) + tile_rows)
                 if size < SHARED_MEMORY:
                     found.append(

@@ -4,12 +4,13 @@ Out of the box (Triton 3.6 to 3.9) it truncates fp32 to bf16, breaks bf16 subnor
 arithmetic and `tl.dot` on the raw 16-bit integers, and rounds `tl.fma` twice. `install` replaces:
 
     fp32 -> bf16, bf16 -> fp32     to nearest even; exact; subnormals included
-    tl.dot of bf16                 the chain of tensor-core steps of the contract, from the accumulator
+    tl.dot of bf16                 the contract's chain of tensor-core steps, on the accumulator
     tl.fma of fp32                 one rounding
     +, -, *, / and comparisons     of bf16: in fp32, then rounded; of fp32: without numpy's warnings
     tensors as range bounds        with every numpy
     gdc_wait, gdc_launch_dependents    do nothing
 
+A call of a device function no longer patches the whole language anew, which saves much time.
 Whatever else would be wrong for bf16 raises NotImplementedError instead. A kernel must not need
 `tl.sum` of fp32 in its result: numpy's order is no device's order.
 
@@ -46,26 +47,23 @@ def install(model: TensorCoreModel = HOPPER) -> None:
     if installed:
         return
     import triton.language as tl
-    import triton.language.extra.cuda as cuda
+    from triton.language.extra import cuda
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle
-    convert = _conversion(interpreter._convert_float, tl)
-    interpreter._convert_float = convert
+    interpreter._convert_float = _conversion(interpreter._convert_float, tl)
     builder.cast_impl = _cast(builder.cast_impl, tl)
     builder.binary_op = _binary(builder.binary_op, handle, tl)
     builder.create_dot = _dot(builder.create_dot, handle, tl)
     builder.create_fma = _fma(handle, tl)
     interpreter._patch_lang_tensor = _index(interpreter._patch_lang_tensor)
+    interpreter._patch_lang = _once_per_launch(interpreter._patch_lang, tl, interpreter)
     reductions = interpreter.ReduceScanOpInterface
     reductions.check_tensor = _refuse_bf16(reductions.check_tensor, tl)
     # As the tensor cores do; by default the interpreter takes any size.
-    interpreter.interpreter_builder.codegen_fns["min_dot_size"] = lambda a, b: (
-        1,
-        1,
-        256 // a.scalar.primitive_bitwidth,
-    )
+    functions = interpreter.interpreter_builder.codegen_fns
+    functions["min_dot_size"] = lambda a, b: (1, 1, 256 // a.scalar.primitive_bitwidth)
     for name in ("gdc_wait", "gdc_launch_dependents"):
         setattr(cuda, name, lambda _semantic=None: None)
 
@@ -76,7 +74,7 @@ def widen(patterns: np.ndarray) -> np.ndarray:
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """fp32 to bf16 patterns (uint16), to nearest, ties to even; NaN becomes the pattern of a GPU."""
+    """fp32 to bf16 patterns (uint16), to nearest, ties to even; NaN as a GPU writes it."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
@@ -131,7 +129,9 @@ def _binary(original: Callable[..., Any], handle: Any, tl: Any) -> Callable[...,
             if left.dtype.scalar != tl.bfloat16:
                 return original(self, left, right, operation)
             result = operation(widen(left.data), widen(right.data))
-        return handle(result if result.dtype == bool else narrow(result), tl.bfloat16)
+        if result.dtype == bool:
+            return handle(result, tl.int1)
+        return handle(narrow(result), tl.bfloat16)
 
     return binary
 
@@ -165,6 +165,28 @@ def _index(original: Callable[..., Any]) -> Callable[..., Any]:
     def patch(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
+
+
+def _once_per_launch(original: Callable[..., Any], tl: Any, interpreter: Any) -> Callable[..., Any]:
+    patched: set[str] = set()
+
+    def patch(fn: Any) -> Any:
+        modules = {m.__name__ for m in fn.__globals__.values() if m is tl or m is tl.core}
+        if modules <= patched and patched:
+            return interpreter._LangPatchScope()
+        launch, scope = not patched, original(fn)
+        patched.update(modules)
+        if launch:
+            restore = scope.restore
+
+            def finish() -> None:
+                patched.clear()
+                restore()
+
+            scope.restore = finish
+        return scope
 
     return patch
 

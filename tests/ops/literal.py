@@ -1,6 +1,6 @@
 """Sections 1 to 3 of the numeric contract, sentence by sentence, in Python integers and fractions.
 
-Slow, and written without a look at the library: every rounding is done on exact numbers here.
+Slow, and shares nothing with the library: every rounding is done on exact numbers here.
 Values are Python floats, which hold every bf16 and fp32 exactly.
 """
 
@@ -13,11 +13,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-SPECIAL = (
-    [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x8080, 0x3F80, 0xBF80]  # zeros to +-1
-    + [0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1]  # the largest, infinities, NaN
-    + [0x1F80, 0x2000, 0xA000, 0x5F80, 0x6000, 0xE07F]  # products at the ends of fp32
-)
+ZERO_TO_ONE = (0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x8080, 0x3F80, 0xBF80)
+LARGEST_TO_NAN = (0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1)
+ROOTS_OF_THE_ENDS = (0x1F80, 0x2000, 0xA000, 0x5F80, 0x6000, 0xE07F)
+SPECIAL = (*ZERO_TO_ONE, *LARGEST_TO_NAN, *ROOTS_OF_THE_ENDS)
+"""Patterns of bf16 that random ones rarely hit; products of the last group reach fp32's ends."""
 
 
 def exponent(value: float) -> int:
@@ -86,7 +86,8 @@ def step(c: float, a: Sequence[float], b: Sequence[float], bits: int) -> float:
     products = [p * q for p, q in zip(a, b, strict=True)]
     if not all(map(math.isfinite, [c, *products])):
         return sum(products, c)  # infinities and NaN only: no rounding matters
-    terms = [(exponent(p) + exponent(q), Fraction(p * q)) for p, q in zip(a, b) if p and q]
+    pairs = [(p, q) for p, q in zip(a, b, strict=True) if p and q]
+    terms = [(exponent(p) + exponent(q), Fraction(p * q)) for p, q in pairs]
     if c:
         terms.append((exponent(c), Fraction(c)))
     top = max([e for e, _ in terms] + [-133])
@@ -151,13 +152,12 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 def from_patterns(patterns: Sequence[int], *shape: int) -> Tensor:
     """bf16 from 16-bit patterns."""
-    return (
-        torch.tensor(patterns, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(shape)
-    )
+    words = torch.tensor(patterns, dtype=torch.int32).to(torch.int16)
+    return words.view(torch.bfloat16).view(shape)
 
 
 def random_bf16(seed: int, *shape: int, spread: float = 0.0) -> Tensor:
-    """Gaussian; with a spread, times 2**(another Gaussian * spread), which reaches every exponent."""
+    """Gaussian, times 2**(another Gaussian * spread), which reaches every exponent."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(*shape, generator=generator, dtype=torch.float64)
     powers = torch.randn(*shape, generator=generator, dtype=torch.float64) * spread

@@ -190,6 +190,6 @@ def test_slots_beyond_the_table_touch_nothing(device, numerics):
 
 
 def test_tile_is_frozen():
-    tile = tiles.expand_tile("mma", 8, 16, 4096, 64)
+    tile = tiles.expand_tile("mma", 8, 16, 4096, 64, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         tile.block_cols = 1  # type: ignore[misc]

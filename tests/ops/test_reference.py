@@ -1,4 +1,4 @@
-"""The rounding points, the fold and whole deltas of the CPU reference, against literal sentences."""
+"""Rounding, the fold and whole deltas of the CPU reference, against the literal contract."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,6 +51,7 @@ def to_bf16(value: float) -> float:
     return literal.nearest(literal.Fraction(value), 7, value)
 
 
+@settings(deadline=None)
 @given(FP32 | st.sampled_from([0x00000001, 0x80008000, 0x3F808000, 0x3F818000, 0x7F7F8000]))
 def test_rounding_to_bf16(pattern):
     value = fp32(pattern)
@@ -64,6 +65,7 @@ def test_bf16_to_fp32_is_exact():
     assert_same(values.float(), (patterns << 16).view(torch.float32))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 0xFFFF), st.integers(0, 0xFFFF), FP32)
 def test_fold_of_any_pattern(out, delta, scale):
     o, d = from_patterns([out], 1), from_patterns([delta], 1)
@@ -97,7 +99,7 @@ def test_scale_is_rounded_to_fp32_before_the_product():
     scale = 1 / 3
     out, delta = torch.zeros(100_000, dtype=torch.bfloat16), random_bf16(4, 100_000)
     assert_same(fold(out, delta, scale), fold(out, delta, float(torch.tensor(scale))))
-    single, double = delta.float() * torch.tensor(scale), (delta.double() * scale).float()
+    single, double = (delta.float() * torch.tensor(scale), (delta.double() * scale).float())
     assert not torch.equal(single, double)
 
 
@@ -115,7 +117,7 @@ def test_fold_takes_one_scale_per_row_and_turns_minus_zero():
 @pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize(("k_in", "rank"), [(1, 1), (7, 1), (12, 3), (40, 9), (100, 8), (1030, 2)])
 def test_delta_of_rows(k_in, rank, numerics):
-    x, a, b = random_bf16(7, 2, k_in), random_bf16(8, rank, k_in), random_bf16(9, 5, rank)
+    x, a, b = (random_bf16(7, 2, k_in), random_bf16(8, rank, k_in), random_bf16(9, 5, rank))
     delta = delta_rows(x, a, b, numerics)
     assert_same(delta, literal_delta(x, a, b, numerics))
     single = torch.cat([delta_rows(x[i : i + 1], a, b, numerics) for i in range(2)])
@@ -133,7 +135,7 @@ def test_both_rounding_points_are_there(numerics):
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_special_values(numerics):
     x = random_bf16(13, 6, 24)
-    x[0, 3], x[1, 5], x[2, :], x[3, :], x[4, :] = torch.nan, torch.inf, 2.0**-133, 3e38, -0.0
+    x[0, 3], x[1, 5], x[2, :], x[3, :], x[4, :] = (torch.nan, torch.inf, 2.0**-133, 3e38, -0.0)
     a, b = random_bf16(14, 5, 24), random_bf16(15, 7, 5)
     a[1, 5] = 0
     delta = delta_rows(x, a, b, numerics)
@@ -146,7 +148,7 @@ def test_special_values(numerics):
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_gathered_rows_equal_rows_one_by_one(numerics):
     n, k_in, n_out = 6, 100, 33
-    x, ranks = random_bf16(16, n, k_in), torch.tensor([1, 16, 9, 3, 8, 9], dtype=torch.int32)
+    x, ranks = (random_bf16(16, n, k_in), torch.tensor([1, 16, 9, 3, 8, 9], dtype=torch.int32))
     a, b = random_bf16(17, n, 16, k_in), random_bf16(18, n, n_out, 16)
     full = torch.cat([delta_rows(x[i : i + 1], a[i], b[i], numerics) for i in range(n)])
     assert_same(delta_gathered(x, a, b, numerics), full)
@@ -165,7 +167,7 @@ def test_rank_padding_in_whole_vectors_changes_nothing(numerics):
     x, a, b = random_bf16(19, 5, 64), random_bf16(20, 8, 64), random_bf16(21, 40, 8)
     expected = delta_rows(x, a, b, numerics)
     for rank in (16, 64, 512):
-        a_padded, b_padded = torch.zeros(rank, 64).bfloat16(), torch.zeros(40, rank).bfloat16()
+        a_padded, b_padded = (torch.zeros(rank, 64).bfloat16(), torch.zeros(40, rank).bfloat16())
         a_padded[:8], b_padded[:, :8] = a, b
         assert_same(delta_rows(x, a_padded, b_padded, numerics), expected)
 
@@ -177,6 +179,12 @@ def test_model_is_handed_on():
     assert not torch.equal(dot(x, a, "mma", model=old), dot(x, a, "mma"))
     gathered = delta_gathered(x, a.expand(8, 8, 512), b.expand(8, 64, 8), "mma", model=old)
     assert_same(delta_rows(x, a, b, "mma", model=old), gathered)
+
+
+def test_another_word_for_the_numerics_is_refused():
+    x = random_bf16(33, 1, 8)
+    with pytest.raises(BackendError, match="'fp32'"):
+        dot(x, x, "fp32")
 
 
 def test_apply_rows_changes_a_strided_view_in_place():
@@ -227,6 +235,7 @@ def test_fold_refuses_to_flush_subnormals():
         torch.set_flush_denormal(False)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 40))
 def test_blocks_cover_a_shape_once(shape, limit):
     seen = torch.zeros(shape, dtype=torch.int32)

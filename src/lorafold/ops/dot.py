@@ -1,14 +1,23 @@
 """Device functions: one dot product per (row, weight row), in the order that the contract fixes.
 
-`mma_total` is numerics "mma", `gemv_total` numerics "gemv". Both return fp32
-[BLOCK_ROWS, BLOCK_W] for rows of x against rows of a weight matrix whose K elements are contiguous.
+`mma_total` is numerics "mma", `gemv_total` numerics "gemv": rows of x against rows of a weight
+matrix (w: A, or B) whose K elements are contiguous, in fp32.
 Tile sizes, warps and stages do not enter the bits.
 """
 
 import triton
 import triton.language as tl
 
-__all__ = ["gemv_total", "mma_chain", "mma_total"]
+__all__ = ["gemv_total", "load_block", "mma_chain", "mma_total"]
+
+
+@triton.jit
+def load_block(row_ptrs, row_mask, ks, k_end, EVEN_K: tl.constexpr):
+    """[rows, len(ks)] elements of the rows, +0 outside them and from k_end on."""
+    mask = row_mask[:, None]
+    if not EVEN_K:
+        mask = mask & (ks < k_end)[None, :]
+    return tl.load(row_ptrs[:, None] + ks[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -16,19 +25,10 @@ def mma_chain(
     x_ptrs, x_mask, w_ptrs, w_mask, k_begin, k_end, acc, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
 ):
     """acc [BLOCK_W, BLOCK_ROWS] continued by the tensor-core steps of k_begin .. k_end, ascending."""
-    ks = tl.arange(0, BLOCK_K)
     for k in range(k_begin, k_end, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_ptrs[:, None] + (k + ks)[None, :], mask=x_mask[:, None], other=0.0)
-            w = tl.load(w_ptrs[:, None] + (k + ks)[None, :], mask=w_mask[:, None], other=0.0)
-        else:
-            inside = (k + ks < k_end)[None, :]
-            x = tl.load(
-                x_ptrs[:, None] + (k + ks)[None, :], mask=x_mask[:, None] & inside, other=0.0
-            )
-            w = tl.load(
-                w_ptrs[:, None] + (k + ks)[None, :], mask=w_mask[:, None] & inside, other=0.0
-            )
+        ks = k + tl.arange(0, BLOCK_K)
+        x = load_block(x_ptrs, x_mask, ks, k_end, EVEN_K)
+        w = load_block(w_ptrs, w_mask, ks, k_end, EVEN_K)
         acc = tl.dot(w, tl.trans(x), acc)
     return acc
 
@@ -47,20 +47,18 @@ def mma_total(
     w_ptrs,
     w_mask,
     k_in,
+    zero,
     SEGMENT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """All segments of 0 .. k_in, each a chain from +0, added in ascending order: [ROWS, W]."""
-    zero = tl.zeros([BLOCK_W, BLOCK_ROWS], dtype=tl.float32)
+    """All segments of 0 .. k_in, each a chain from +0, added in ascending order: [BLOCK_W, ROWS]."""
     total = zero
     for begin in range(0, k_in, SEGMENT):
         end = min(begin + SEGMENT, k_in)
         chain = mma_chain(x_ptrs, x_mask, w_ptrs, w_mask, begin, end, zero, BLOCK_K, EVEN_K)
         total = _add_segment(total, chain)
-    return tl.trans(total)
+    return total
 
 
 @triton.jit

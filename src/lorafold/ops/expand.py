@@ -3,7 +3,7 @@
     delta[row, n] = bf16( dot(xa[slice, row, :], B[slice, key(row)][n, :]) )
     out[slice][row, n] = bf16( f32(out) + f32(scale * f32(delta)) )
 
-Everything but xa is read before the wait for the shrink.
+The plan, the tables and B are read before the wait for the shrink; xa and out after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafold.ops.dot import gemv_total
-from lorafold.ops.rows import program_rows, select
+from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
 from lorafold.ops.tiles import ExpandTile
 
 __all__ = ["expand_kernel", "expand_triton"]
@@ -68,7 +68,7 @@ def _fold(out_ptrs, mask, out, delta, scale):
     tl.store(out_ptrs, folded.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "width"])
+@triton.jit(do_not_specialize=["num_rows", "blocks"])
 def expand_kernel(
     xa_ptr,
     out_ptrs,
@@ -81,7 +81,7 @@ def expand_kernel(
     max_rank,
     n_outs,
     out_strides,
-    width,
+    blocks,
     TILE_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -92,12 +92,16 @@ def expand_kernel(
     GEMV: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if not LOOP:
+        let_next_start(PDL)
     key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS, BLOCK_ROWS)
     if key < 0:
+        wait_for_predecessor(PDL)
         return
-    slice_id, first = _slice_of(tl.program_id(1), n_outs, width)
+    slice_id, first = _slice_of(tl.program_id(1), n_outs, blocks * BLOCK_COLS)
     b_address = tl.load(select(b_tables, slice_id) + key)
     if b_address == 0:
+        wait_for_predecessor(PDL)
         return
     rank = tl.load(select(rank_tables, slice_id) + key)
     scale = tl.load(select(scale_tables, slice_id) + key)
@@ -111,13 +115,11 @@ def expand_kernel(
     xa_ptrs = (
         xa_ptr + slice_id * planes * plane_stride + rows.to(tl.int64) * max_rank
     )  # [BLOCK_ROWS]
-    begin = (tl.program_id(1) - first) * width
+    begin = (tl.program_id(1) - first) * blocks * BLOCK_COLS
     cols = begin + tl.arange(0, BLOCK_COLS)
     ks = tl.arange(0, BLOCK_K)
     if GEMV:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_for_predecessor(PDL)
         mask = has_row[:, None] & (cols < n_out)[None, :]
         out = tl.load(out_row_ptrs + cols[None, :], mask=mask, other=0.0)
         b_ptrs = b_ptr + cols.to(tl.int64) * max_rank  # [BLOCK_COLS]
@@ -126,13 +128,11 @@ def expand_kernel(
         )
         _fold(out_row_ptrs + cols[None, :], mask, out, delta, scale)
     elif not LOOP:
-        # Few programs: what matters is latency, so all but xa is on its way before the wait.
+        # Few programs: what matters is latency, so B is on its way before the wait.
         mask = has_row[:, None] & (cols < n_out)[None, :]
         b = _load_b(b_ptr, cols, n_out, ks, rank, max_rank)
+        wait_for_predecessor(PDL)
         out = tl.load(out_row_ptrs + cols[None, :], mask=mask, other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
         xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
         delta = tl.dot(xa, tl.trans(b))
         for k in range(BLOCK_K, rank, BLOCK_K):
@@ -142,11 +142,10 @@ def expand_kernel(
         _fold(out_row_ptrs + cols[None, :], mask, out, delta, scale)
     else:
         # Many programs: xa is added up once for all column blocks, whose loads are pipelined.
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_for_predecessor(PDL)
+        let_next_start(PDL)
         xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
-        end = min(begin + width, n_out)
+        end = min(begin + blocks * BLOCK_COLS, n_out)
         for start in tl.range(begin, end, BLOCK_COLS, num_stages=STAGES):
             at = start + tl.arange(0, BLOCK_COLS)
             mask = has_row[:, None] & (at < n_out)[None, :]
@@ -173,8 +172,7 @@ def expand_triton(
     """Launch the expand. `segments` is 0 where xa is bfloat16 and ready, else the number of fp32
     segment sums to add. outs: one [num_rows, n_out] bfloat16 view per slice, changed in place."""
     n_outs = tuple(out.shape[1] for out in outs)
-    width = tile.block_cols * tile.blocks
-    programs = sum(triton.cdiv(n, width) for n in n_outs)
+    programs = sum(triton.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
     expand_kernel[(tile.programs(num_rows, tile_key), programs)](
         xa,
         outs,
@@ -187,7 +185,7 @@ def expand_triton(
         max_rank,
         n_outs,
         tuple(out.stride(0) for out in outs),
-        width,
+        tile.blocks,
         TILE_ROWS=tile.tile_rows,
         BLOCK_ROWS=tile.block_rows,
         BLOCK_COLS=tile.block_cols,

@@ -70,8 +70,7 @@ def gemv_dot(x: Tensor, w: Tensor) -> Tensor:
     left, right = left.unsqueeze(-2), right.unsqueeze(-3)
     accumulate = _accumulate if exact else _accumulate_fused
     for block in blocks((*out.shape, lanes), _BLOCK_LANES):
-        a, b = operand_block(left, block, 1), operand_block(right, block, 1)
-        part = out[block[:-1]]
+        a, b, part = operand_block(left, block, 1), operand_block(right, block, 1), out[block]
         acc = _empty((*part.shape, lanes), rows_inner).zero_()
         for start, stop, count in runs:
             active = (acc, a[start:stop], b[start:stop])

@@ -11,7 +11,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lorafold.ops.plan import Plan
 
-__all__ = ["count_kernel", "group_few_kernel", "group_triton", "place_kernel", "scan_kernel"]
+__all__ = [
+    "count_kernel",
+    "fence_kernel",
+    "group_few_kernel",
+    "group_triton",
+    "place_kernel",
+    "scan_kernel",
+]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "num_tiles"])
@@ -107,8 +114,16 @@ def place_kernel(
     tl.store(tile_rows_ptr + tile * TILE_ROWS + place, i, mask=valid)
 
 
+@triton.jit
+def fence_kernel():
+    """Nothing. It starts after the plan is complete, so the kernel after it may read the plan, and
+    whatever was written before, ahead of its wait for its own predecessor."""
+    pass
+
+
 def group_triton(keys: Tensor, plan: Plan) -> None:
-    """Fill the plan's tiles from keys [num_rows] int32: one launch for few rows, three for many."""
+    """Fill the plan's tiles from keys [num_rows] int32: one launch for few rows, three
+    for many, and a fence."""
     num_rows, num_keys = plan.num_rows, plan.num_keys
     num_tiles = plan.tile_key.shape[0]
     if not plan.counters.shape[0]:
@@ -125,7 +140,14 @@ def group_triton(keys: Tensor, plan: Plan) -> None:
             BLOCK_TILES=triton.next_power_of_2(num_tiles),
             num_warps=8,
         )
-        return
+    else:
+        _group_many(keys, plan)
+    fence_kernel[(1,)](num_warps=1)
+
+
+def _group_many(keys: Tensor, plan: Plan) -> None:
+    num_rows, num_keys = plan.num_rows, plan.num_keys
+    num_tiles = plan.tile_key.shape[0]
     block = 256
     grid = (triton.cdiv(num_rows, block),)
     size = plan.tile_rows.shape[0]

@@ -35,7 +35,7 @@ def gather_keys(
 
         return gather_keys_triton(indices, row_adapter, top_k, num_experts, max_loras, out)
     slots: Tensor | int = 0 if row_adapter is None else row_adapter.repeat_interleave(top_k)
-    return _keys(slots, indices, num_experts, max_loras)
+    return _keys(slots, indices, num_experts, max_loras, out)
 
 
 def grouped_keys(
@@ -73,10 +73,13 @@ def grouped_keys(
     experts = torch.searchsorted(expert_offsets[1:].contiguous(), rows, right=True)
     tokens = sorted_token_ids[row_offset:row_end].long()
     slots: Tensor | int = 0 if row_adapter is None else row_adapter[tokens]
-    return _keys(slots, experts, num_experts, max_loras)
+    return _keys(slots, experts, num_experts, max_loras, out)
 
 
-def _keys(slots: Tensor | int, experts: Tensor, num_experts: int, max_loras: int) -> Tensor:
+def _keys(
+    slots: Tensor | int, experts: Tensor, num_experts: int, max_loras: int, out: Tensor | None
+) -> Tensor:
     slots = torch.as_tensor(slots).expand(experts.shape).long()
     inside = (slots >= 0) & (slots < max_loras) & (experts >= 0) & (experts < num_experts)
-    return torch.where(inside, slots * num_experts + experts, -1).int()
+    keys = torch.where(inside, slots * num_experts + experts, -1).int()
+    return keys if out is None else out.copy_(keys)

@@ -37,10 +37,10 @@ def routed_triton(
     num_tiles, block_rows = _launch_shape(num_rows, tile_key, tile_rows)
     if shrink is None:
         shrink = tiles.shrink_tile(numerics, num_tiles, block_rows, len(outs), k_in, max_rank)
+    segments = num_segments(k_in) if shrink.split else 0
     if expand is None:
         columns = sum(out.shape[1] for out in outs)
-        expand = tiles.expand_tile(numerics, num_tiles, block_rows, columns, max_rank)
-    segments = num_segments(k_in) if shrink.split else 0
+        expand = tiles.expand_tile(numerics, num_tiles, block_rows, columns, max_rank, segments)
     dtype = torch.float32 if segments else torch.bfloat16
     size = len(outs) * max(1, segments) * num_rows * max_rank
     if scratch is None:

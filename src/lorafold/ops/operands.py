@@ -18,10 +18,7 @@ __all__ = ["blocks", "broadcast_batch", "exponents", "operand_block", "require_s
 
 _SMALLEST_SUBNORMAL = 5e-324
 # dtype -> integer of that size, the mask of all bits but the sign, and where the exponent starts
-_PATTERN = {
-    torch.bfloat16: (torch.int16, 0x7FFF, 7),
-    torch.float32: (torch.int32, 0x7FFF_FFFF, 23),
-}
+_PATTERN = {torch.bfloat16: (torch.int16, 0x7FFF, 7), torch.float32: (torch.int32, 0x7FFF_FFFF, 23)}
 
 
 def broadcast_batch(x: Tensor, w: Tensor) -> tuple[int, ...]:
@@ -103,28 +100,29 @@ def exponents(t: Tensor) -> tuple[int, int]:
 def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
     """Cut a shape into blocks of at most `limit` elements, without ever cutting the last dimension.
 
+    Yields:
+        Slices for the first dimensions; the others are whole.
+
     Example:
         >>> list(blocks((3, 100), 200))
-        [(slice(0, 2, None), slice(None, None, None)), (slice(2, 4, None), slice(None, None, None))]
+        [(slice(0, 2, None),), (slice(2, 4, None),)]
     """
     inner, dim = shape[-1], len(shape) - 1
     while dim and inner * shape[dim - 1] <= limit:
         dim -= 1
         inner *= shape[dim]
-    whole = slice(None)
     if not dim:
-        yield (whole,) * len(shape)
+        yield ()
         return
     chunk = max(1, limit // inner)
     outer = shape[: dim - 1]
-    rest = (whole,) * (len(shape) - dim)
     for flat in range(torch.Size(outer).numel()):
         index = []
         for size in reversed(outer):
             flat, at = divmod(flat, size)
             index.append(slice(at, at + 1))
         for start in range(0, shape[dim - 1], chunk):
-            yield (*reversed(index), slice(start, start + chunk), *rest)
+            yield (*reversed(index), slice(start, start + chunk))
 
 
 def operand_block(operand: Tensor, block: tuple[slice, ...], skip: int) -> Tensor:
@@ -132,12 +130,14 @@ def operand_block(operand: Tensor, block: tuple[slice, ...], skip: int) -> Tenso
 
     Args:
         operand: `skip` dimensions of its own, then those of the result or 1.
-        block: one of `blocks` of the result; further dimensions are taken whole.
+        block: one of `blocks` of the result.
 
     Example:
         >>> operand_block(torch.zeros(7, 1, 4), (slice(0, 2), slice(2, 4)), 1).shape
         torch.Size([7, 1, 2])
     """
+    if not block:
+        return operand
     sizes = operand.shape[skip:]
     own = (slice(None) if n == 1 else part for part, n in zip(block, sizes, strict=False))
     return operand[(slice(None),) * skip + tuple(own)]

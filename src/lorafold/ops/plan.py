@@ -87,6 +87,9 @@ def make_plan(keys: Tensor, num_keys: int, *, plan: Plan | None = None) -> Plan:
     With `plan` given, its buffers are refilled *in place* and nothing is allocated, so the call can
     be captured in a CUDA graph whose replays read new contents of `keys`.
 
+    Operators that are given the plan read adapters and tables ahead of the kernels before them:
+    write those before the plan is made, or make it again.
+
     Args:
         keys: [num_rows] int32, for the dense operators `seq_slot`; values outside 0 .. num_keys-1
             mean "no adapter".

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lorafold.errors import RouteError
-from lorafold.numerics import HOPPER, Numerics, TensorCoreModel
+from lorafold.numerics import HOPPER, Numerics, TensorCoreModel, resolve
 from lorafold.ops.gemv import gemv_dot
 from lorafold.ops.operands import require_subnormals
 from lorafold.ops.tensor_core import mma_chain, mma_dot
@@ -47,14 +47,15 @@ def dot(x: Tensor, w: Tensor, numerics: Numerics, *, model: TensorCoreModel = HO
 
     Raises:
         RouteError: if x and w do not fit together.
-        BackendError: if this thread flushes subnormal numbers to zero.
+        BackendError: if numerics is another word, or this thread flushes subnormal numbers to zero.
 
     Example:
         >>> x = torch.ones(1, 3, dtype=torch.bfloat16)
         >>> dot(x, x, "gemv").item(), dot(x, x, "mma").item()
         (3.0, 3.0)
     """
-    return gemv_dot(x, w) if numerics == "gemv" else mma_dot(x, w, model=model)
+    chosen = resolve(numerics, x.device)
+    return gemv_dot(x, w) if chosen == "gemv" else mma_dot(x, w, model=model)
 
 
 def round_bf16(t: Tensor) -> Tensor:
@@ -101,12 +102,7 @@ def fold(out: Tensor, delta: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def delta_rows(
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    numerics: Numerics,
-    *,
-    model: TensorCoreModel = HOPPER,
+    x: Tensor, a: Tensor, b: Tensor, numerics: Numerics, *, model: TensorCoreModel = HOPPER
 ) -> Tensor:
     """The unscaled delta that one adapter adds to rows: shrink, round, expand, round.
 
@@ -176,7 +172,7 @@ def delta_gathered(
     if ranks is None:
         return round_bf16(dot(shrunk, b, numerics, model=model)).squeeze(1)
     delta = torch.empty(b.shape[:2], dtype=torch.bfloat16)
-    for rank in ranks.unique().tolist():
+    for rank in sorted(set(ranks.tolist())):
         rows = (ranks == rank).nonzero().squeeze(1)
         part = dot(shrunk[rows, :, :rank], b[rows, :, :rank], numerics, model=model)
         delta[rows] = round_bf16(part).squeeze(1)

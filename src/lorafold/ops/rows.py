@@ -1,9 +1,9 @@
-"""Device functions: which rows, which key and which slice of a group a program works on."""
+"""Device functions that shrink and expand share: a program's rows, its slice, and the wait."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["program_rows", "select"]
+__all__ = ["let_next_start", "program_rows", "select", "wait_for_predecessor"]
 
 
 @triton.jit
@@ -30,3 +30,21 @@ def select(values, index):
     for i in tl.static_range(1, len(values)):
         chosen = tl.where(index == i, values[i], chosen)
     return chosen
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel start now: all that it reads before its own wait is there already."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_predecessor(PDL: tl.constexpr):
+    """Wait until the kernel before this one is complete.
+
+    Every path of every program must do so: then no kernel is complete before its predecessor, and
+    the wait is one for all kernels before.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()

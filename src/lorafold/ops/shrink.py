@@ -4,6 +4,9 @@
 
 With `tile.split`, one program takes one segment of K and the fp32 segment sums are stored as they
 are; the expand adds them in ascending order. The bits are the same either way.
+
+With a plan, the plan, the tables and A are read ahead of the wait for the kernel before: `make_plan`
+ends with a fence, so all that was written before it is there.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafold.numerics import SEGMENT
-from lorafold.ops.dot import gemv_total, mma_chain, mma_total
-from lorafold.ops.rows import program_rows, select
+from lorafold.ops.dot import gemv_total, load_block, mma_chain, mma_total
+from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
 from lorafold.ops.tiles import ShrinkTile
 
 __all__ = ["shrink_kernel", "shrink_triton"]
@@ -42,60 +45,64 @@ def shrink_kernel(
     SPLIT: tl.constexpr,
     SEGMENT: tl.constexpr,
     GEMV: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        # Only after the wait may dependents start: then whatever ran before this kernel is
-        # complete when the expand begins, and it may read all but xa before its own wait.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    WHOLE: tl.constexpr = SPLIT and BLOCK_K == SEGMENT
+    if AHEAD and WHOLE:
+        let_next_start(PDL)
+    elif not AHEAD:
+        wait_for_predecessor(PDL)
+        let_next_start(PDL)
     key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS, BLOCK_ROWS)
     if key < 0:
+        if AHEAD:
+            wait_for_predecessor(PDL)
         return
     rank_blocks = tl.cdiv(max_rank, BLOCK_RANKS)
     slice_id = tl.program_id(1) // rank_blocks
     ranks = tl.program_id(1) % rank_blocks * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
     a_address = tl.load(select(a_tables, slice_id) + key)
     rank = tl.load(select(rank_tables, slice_id) + key)
-    rank = tl.where(a_address == 0, 0, rank)
+    has_rank = (ranks < rank) & (a_address != 0)
+    a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(tl.bfloat16)), 16)
+    a_ptrs = a_ptr + ranks.to(tl.int64) * k_in  # [BLOCK_RANKS]
+    has_row = rows >= 0
+    segment = tl.program_id(2)
+    begin = segment * SEGMENT
+    end = min(begin + SEGMENT, k_in)
+    ks = begin + tl.arange(0, BLOCK_K)
+    plane = slice_id
+    if SPLIT:
+        plane = slice_id * tl.num_programs(2) + segment
+    if WHOLE:
+        # All of A that this program needs is on its way before the wait.
+        a = load_block(a_ptrs, has_rank, ks, end, EVEN_K)
+    if AHEAD:
+        wait_for_predecessor(PDL)
+        if not WHOLE:
+            let_next_start(PDL)
     if tl.program_id(1) % rank_blocks * BLOCK_RANKS >= rank:
         return
-    has_row = rows >= 0
     if source_ptr is None:
         sources = rows // top_k
     else:
         sources = tl.load(source_ptr + rows, mask=has_row, other=0)
-    has_rank = ranks < rank
-    a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(tl.bfloat16)), 16)
-    a_ptrs = a_ptr + ranks.to(tl.int64) * k_in  # [BLOCK_RANKS]
     x_ptrs = x_ptr + sources.to(tl.int64) * x_stride  # [BLOCK_ROWS]
-    plane = slice_id
+    zero = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
     if GEMV:
         xa = gemv_total(
             x_ptrs, has_row, a_ptrs, has_rank, k_in, BLOCK_ROWS, BLOCK_RANKS, BLOCK_K // 8
         )
+    elif WHOLE:
+        x = load_block(x_ptrs, has_row, ks, end, EVEN_K)
+        xa = tl.trans(tl.dot(a, tl.trans(x)))
     elif SPLIT:
-        segment = tl.program_id(2)
-        plane = slice_id * tl.num_programs(2) + segment
-        end = min(segment * SEGMENT + SEGMENT, k_in)
-        zero = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
-        chain = mma_chain(
-            x_ptrs, has_row, a_ptrs, has_rank, segment * SEGMENT, end, zero, BLOCK_K, EVEN_K
-        )
+        chain = mma_chain(x_ptrs, has_row, a_ptrs, has_rank, begin, end, zero, BLOCK_K, EVEN_K)
         xa = tl.trans(chain)
     else:
-        xa = mma_total(
-            x_ptrs,
-            has_row,
-            a_ptrs,
-            has_rank,
-            k_in,
-            SEGMENT,
-            BLOCK_ROWS,
-            BLOCK_RANKS,
-            BLOCK_K,
-            EVEN_K,
-        )
+        total = mma_total(x_ptrs, has_row, a_ptrs, has_rank, k_in, zero, SEGMENT, BLOCK_K, EVEN_K)
+        xa = tl.trans(total)
     offsets = (plane.to(tl.int64) * num_rows + rows)[:, None] * max_rank + ranks[None, :]
     mask = has_row[:, None] & has_rank[None, :]
     tl.store(xa_ptr + offsets, xa.to(xa_ptr.dtype.element_ty), mask=mask)
@@ -143,6 +150,7 @@ def shrink_triton(
         SPLIT=tile.split,
         SEGMENT=SEGMENT,
         GEMV=gemv,
+        AHEAD=tile_key is not None,
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -109,7 +109,8 @@ def mma_chain(
         out = c.clone(memory_format=torch.contiguous_format)
     else:
         raise RouteError(
-            f"`c` must be float32 {shape} on the CPU; given: {c.dtype} {tuple(c.shape)} on {c.device}"
+            f"`c` must be float32 {shape} on the CPU; given: "
+            f"{c.dtype} {tuple(c.shape)} on {c.device}"
         )
     if not x.shape[-1] or not out.numel():
         return out

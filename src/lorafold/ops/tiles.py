@@ -108,25 +108,42 @@ def shrink_tile(
         lanes = _lanes(k_in)
         return ShrinkTile(tile_rows, 4, 4, lanes * 8, False, 4, 2)
     ranks = max(16, min(64, _next_power_of_2(max_rank)))
-    block_k = min(128, max(16, _next_power_of_2(k_in)))
     segments = _cdiv(k_in, SEGMENT)
-    work = num_tiles * num_slices * _cdiv(max_rank, 64)
-    # Enough programs to fill the device: first narrower rank blocks, then one per segment.
-    while ranks > 16 and work * segments * (64 // ranks) < 2 * NUM_SMS:
-        ranks //= 2
-    split = segments > 1 and work * _cdiv(min(max_rank, 64), ranks) < 2 * NUM_SMS
-    return ShrinkTile(tile_rows, tile_rows, ranks, block_k, split, 4, 4)
+    if k_in < SEGMENT:
+        block_k = min(128, max(16, _next_power_of_2(k_in)))
+        return ShrinkTile(tile_rows, tile_rows, ranks, block_k, True, 4, 4)
+    programs = num_tiles * num_slices * segments
+    if tile_rows > 16:
+        block_k, stages = (128, 5) if programs < 256 else (128, 3) if programs < 400 else (64, 3)
+        return ShrinkTile(tile_rows, tile_rows, ranks, block_k, True, 4, stages)
+    # Few programs: a whole segment at once, in narrow rank blocks that fill the device.
+    if programs * _cdiv(max_rank, 16) <= (3 if ranks == 16 else 2) * NUM_SMS:
+        return ShrinkTile(tile_rows, tile_rows, 16, SEGMENT, True, 2, 1)
+    if ranks == 16:
+        return ShrinkTile(tile_rows, tile_rows, 16, 128 if programs <= 600 else 64, True, 2, 4)
+    if programs <= 200:
+        return ShrinkTile(tile_rows, tile_rows, ranks, 256, True, 4, 3)
+    return ShrinkTile(tile_rows, tile_rows, ranks, 64, True, 4, 5 if programs <= 264 else 3)
 
 
 def expand_tile(
-    numerics: Numerics, num_tiles: int, tile_rows: int, columns: int, max_rank: int
+    numerics: Numerics, num_tiles: int, tile_rows: int, columns: int, max_rank: int, segments: int
 ) -> ExpandTile:
-    """The expand's block sizes for `num_tiles` tiles and `columns` output columns in all."""
+    """The expand's block sizes for `num_tiles` tiles, `columns` output columns in all, and xa as
+    that many `segments` sums (0: xa is ready)."""
     if numerics == "gemv":
         lanes = _lanes(max_rank)
         return ExpandTile(tile_rows, 4, max(4, 256 // lanes), 1, lanes * 8, 4, 1)
-    block_k = max(16, min(128, _next_power_of_2(max_rank)))
-    cols = 128
-    while cols > 32 and num_tiles * _cdiv(columns, cols) < 2 * NUM_SMS:
-        cols //= 2
-    return ExpandTile(tile_rows, tile_rows, cols, 1, block_k, 4, 1)
+    block_k = max(16, min(256, _next_power_of_2(max_rank)))
+    total = num_tiles * _cdiv(columns, 128)
+    if total <= 6 * NUM_SMS or max_rank > block_k:
+        cols = 64 if total <= NUM_SMS else 128
+        return ExpandTile(tile_rows, tile_rows, cols, 1, block_k, 4, 1)
+    if tile_rows > 16:
+        # The more segment sums an xa has, the more columns should share the adding.
+        least = 8 if segments * max_rank > 512 else 4
+        blocks = max(least, min(16, _next_power_of_2(total // 512)))
+        return ExpandTile(tile_rows, tile_rows, 128, blocks, block_k, 8, 3)
+    if total <= 24 * NUM_SMS:
+        return ExpandTile(tile_rows, tile_rows, 128, 2, block_k, 4, 2)
+    return ExpandTile(tile_rows, tile_rows, 128, 8, block_k, 4, 3)
