@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -68,8 +70,9 @@ def main() -> None:
                 record["floor_us"] = round(load.floor_us, 2)
                 for numerics in args.numerics.split(","):
                     record["elements"] = check(load, numerics)
-                    calls = range(len(load.calls))
-                    us = graph_us([lambda i=i, n=numerics: call_site(load, i, n) for i in calls])
+                    us = graph_us(
+                        [partial(call_site, load, i, numerics) for i in range(len(load.calls))]
+                    )
                     record[f"{numerics}_us"] = round(us, 2)
                 results.append(record)
                 print(*(f"{k} {v:<7}" for k, v in record.items()), flush=True)
@@ -82,8 +85,7 @@ def main() -> None:
     }
     print(json.dumps(record))
     if args.json:
-        with open(args.json, "w") as out:
-            out.write(json.dumps(record) + "\n")
+        Path(args.json).write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

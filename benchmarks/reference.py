@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lorafold.numerics import Numerics
 from lorafold.ops.reference import delta_gathered, delta_rows, dot
 
 # rows, columns, K; what it stands for
@@ -30,7 +31,7 @@ SHAPES = [
     (1, 16, 4096, "one row, shrink"),
     (1, 4096, 16, "one row, expand"),
 ]
-NUMERICS = ("gemv", "mma")
+NUMERICS: tuple[Numerics, ...] = ("gemv", "mma")
 
 
 def medians(work: Callable[[], Tensor], repeats: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The sites of a Llama-3-8B layer, and calls on them whose operands are cold in every repetition."""
+"""The sites of a Llama-3-8B layer, and calls on them whose operands are always cold."""
 
 from __future__ import annotations
 

@@ -12,14 +12,16 @@ import argparse
 import json
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
 from benchmarks.sites import SITES, Workload
 from benchmarks.timing import graph_us
 from lorafold.ops.expand import expand_triton
-from lorafold.ops.scratch import num_segments
+from lorafold.ops.scratch import num_sums
 from lorafold.ops.shrink import shrink_triton
 from lorafold.ops.tiles import ExpandTile, ShrinkTile
 
@@ -37,7 +39,7 @@ def shrink_candidates(tile_rows: int, k_in: int, rank: int) -> list[ShrinkTile]:
             size = (ranks + tile_rows) * block_k * 2 * stages
             enough_work = ranks * tile_rows >= 256 * warps // 4
             if ranks <= max(16, rank) and size <= SHARED_MEMORY and enough_work:
-                found.append(ShrinkTile(tile_rows, tile_rows, ranks, block_k, True, warps, stages))
+                found.append(ShrinkTile(tile_rows, tile_rows, ranks, block_k, warps, stages))
     return found
 
 
@@ -58,7 +60,7 @@ def expand_candidates(tile_rows: int, rank: int) -> list[ExpandTile]:
 
 def launch_shrink(load: Workload, index: int, tile: ShrinkTile) -> None:
     call = load.calls[index]
-    dtype = torch.float32 if tile.split else torch.bfloat16
+    dtype = torch.float32 if num_sums(load.site.k_in, "mma") else torch.bfloat16
     shrink_triton(
         call.x,
         load.scratch.view(dtype),
@@ -108,7 +110,7 @@ def compile_share(work: tuple[str, int, int, int, int, int, str]) -> int:
             launch_shrink(load, 0, tile)
             done += 1
     for i, tile in enumerate(expand_candidates(tile_rows, rank)):
-        for segments in {0, num_segments(site.k_in)}:
+        for segments in {0, num_sums(site.k_in, "mma")}:
             if i % shares == share and only != "shrink":
                 launch_expand(load, 0, tile, segments)
                 done += 1
@@ -137,7 +139,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         compiled = sum(pool.map(compile_share, work))
     print(f"compiled {compiled} candidates in {time.monotonic() - started:.0f} s", flush=True)
-    with open(args.out, "w") as out:
+    with Path(args.out).open("w") as out:
         for (site, rank), (rows, adapters) in ((k, ra) for ra in LOADS for k in keys):
             if time.monotonic() - started > args.seconds:
                 print("out of time")
@@ -146,14 +148,14 @@ def main() -> None:
             n = range(len(load.calls))
             tile_rows = load.plan.block_rows
             shrinks = [
-                (graph_us([lambda i=i, t=t: launch_shrink(load, i, t) for i in n], 3), t)
+                (graph_us([partial(launch_shrink, load, i, t) for i in n], 3), t)
                 for t in shrink_candidates(tile_rows, load.site.k_in, rank)
                 if args.only != "expand"
             ]
             expands = [
-                (graph_us([lambda i=i, t=t, g=g: launch_expand(load, i, t, g) for i in n], 3), g, t)
+                (graph_us([partial(launch_expand, load, i, t, g) for i in n], 3), g, t)
                 for t in expand_candidates(tile_rows, rank)
-                for g in (0, num_segments(load.site.k_in))
+                for g in (0, num_sums(load.site.k_in, "mma"))
                 if args.only != "shrink"
             ]
             record = {
@@ -167,12 +169,10 @@ def main() -> None:
             print(
                 f"{site:8} R{rank:<3} T{rows:<5} L{adapters:<3} floor {load.floor_us:6.1f}", end=""
             )
-            for split in (False, True):
-                some = [s for s in shrinks if s[1].split == split]
-                if some:
-                    us, t = min(some, key=lambda s: s[0])
-                    shape = f"r{t.block_ranks} k{t.block_k} w{t.num_warps} s{t.num_stages}"
-                    print(f" | {'split' if split else 'whole'} {us:6.2f} {shape}", end="")
+            if shrinks:
+                us, t = min(shrinks, key=lambda s: s[0])
+                shape = f"r{t.block_ranks} k{t.block_k} w{t.num_warps} s{t.num_stages}"
+                print(f" | shrink {us:6.2f} {shape}", end="")
             for segments in sorted({g for _, g, _ in expands}):
                 for blocks in (False, True):
                     some = [e for e in expands if e[1] == segments and (e[2].blocks > 1) == blocks]

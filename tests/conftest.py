@@ -1,4 +1,4 @@
-"""Without a GPU the kernels run in Triton's interpreter, which must be chosen before Triton loads."""
+"""Without a GPU, kernels run in Triton's interpreter, which must be chosen before Triton loads."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many elements were compared bit for bit, by test function."""
+    from tests.ops.cases import compared
+
+    totals: dict[str, int] = {}
+    for test, count in compared.items():
+        name = test.split("::")[-1].split("[")[0]
+        totals[name] = totals.get(name, 0) + count
+    if totals and terminalreporter.config.getoption("verbose") > 0:
+        terminalreporter.section("elements compared bit for bit")
+        for name, count in sorted(totals.items()):
+            terminalreporter.write_line(f"{count:>14,}  {name}")
+        terminalreporter.write_line(f"{sum(totals.values()):>14,}  in all")
 
 
 @pytest.fixture(scope="session")

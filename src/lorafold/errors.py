@@ -2,7 +2,7 @@
 
     LoraError
     ├── AdapterError    .adapter          something is wrong with one adapter
-    │   ├── AdapterFormatError  .code     the files are missing, broken, or use what is not supported
+    │   ├── AdapterFormatError  .code     files missing, broken, or using what is not supported
     │   ├── AdapterMismatchError          the targets or shapes do not fit this model
     │   └── AdapterNotFoundError          no adapter of that name is loaded
     ├── PoolFullError   .max_loras        every slot is pinned or in use

@@ -79,7 +79,8 @@ class MoeExpertRoute:
         storage: the tensors that the tables point into, held so that they outlive the route.
 
     Raises:
-        RouteError: if the tables do not fit together, or their length is no multiple of num_experts.
+        RouteError: if the tables do not fit together, or their length is no multiple of
+            num_experts.
     """
 
     a_table: Tensor
@@ -126,7 +127,8 @@ class MoeExpertRoute:
                 device, k_in, n_out or max_rank.
 
         Example:
-            >>> a, b = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, 4, dtype=torch.bfloat16)
+            >>> a = torch.ones(4, 8, dtype=torch.bfloat16)
+            >>> b = torch.ones(8, 4, dtype=torch.bfloat16)
             >>> pairs = {(1, 0): LoraPair(a, b, 1.0)}
             >>> MoeExpertRoute.from_pairs(pairs, max_loras=2, num_experts=3).rank_table.tolist()
             [0, 0, 0, 4, 0, 0]

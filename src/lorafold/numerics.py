@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -61,7 +61,7 @@ def device_model(device: torch.device) -> TensorCoreModel | None:
 
 
 def default_numerics(device: torch.device) -> Numerics:
-    """ "mma" on a CUDA device whose tensor cores are known, "gemv" elsewhere.
+    """The numerics of a device: "mma" on a GPU whose tensor cores are known, else "gemv".
 
     The environment variable ``LORAFOLD_NUMERICS`` overrides it.
 
@@ -86,8 +86,8 @@ def resolve(numerics: str | None, device: torch.device) -> Numerics:
     """
     if numerics is None:
         return default_numerics(device)
-    if numerics == "gemv" or numerics == "mma":
-        return numerics  # type: ignore[return-value]
+    if numerics in {"gemv", "mma"}:
+        return cast("Numerics", numerics)
     raise BackendError(
         f'numerics must be "gemv" or "mma", or None for the default; given: {numerics!r}'
     )

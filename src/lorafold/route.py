@@ -32,7 +32,8 @@ class LoraPair:
         RouteError: if the tensors do not fit together.
 
     Example:
-        >>> a, b = torch.zeros(8, 32, dtype=torch.bfloat16), torch.zeros(16, 8, dtype=torch.bfloat16)
+        >>> a = torch.zeros(8, 32, dtype=torch.bfloat16)
+        >>> b = torch.zeros(16, 8, dtype=torch.bfloat16)
         >>> pair = LoraPair(a, b, scale=2.0)
         >>> pair.rank, pair.k_in, pair.n_out
         (8, 32, 16)
@@ -185,7 +186,8 @@ class LoraRoute:
             RouteError: if there is no pair, or the pairs differ in device, k_in, n_out or max_rank.
 
         Example:
-            >>> a, b = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, 4, dtype=torch.bfloat16)
+            >>> a = torch.ones(4, 8, dtype=torch.bfloat16)
+            >>> b = torch.ones(8, 4, dtype=torch.bfloat16)
             >>> LoraRoute.from_pairs([None, LoraPair(a, b, 1.0)]).rank_table.tolist()
             [0, 4]
         """

@@ -5,6 +5,8 @@ The truth of a row is the CPU reference on that row alone, at the adapter's true
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +14,9 @@ import torch
 from torch import Tensor
 
 from lorafold.ops import LoraPair, LoraRoute, reference
+
+compared: Counter[str] = Counter()
+"""Elements compared bit for bit, by test; the summary of a run shows them."""
 
 POISON = 0x7FC1  # a NaN whose pattern nothing computes
 
@@ -53,19 +58,22 @@ class Case:
     outs: list[Tensor]
     slots: Tensor
 
-    def truth(self, numerics: str) -> list[Tensor]:
-        """What out_buffers must hold afterwards, computed row by row on the CPU."""
+    def truth(self, numerics: str, *, by_slot: bool = False) -> list[Tensor]:
+        """What out_buffers must hold afterwards, on the CPU: row by row, or all rows of a slot in
+        one call of the reference, whose rows are independent."""
         expected = []
         for pairs, buffer, out in zip(self.pairs, self.out_buffers, self.outs, strict=True):
             whole = buffer.detach().cpu().clone()
             view = torch.as_strided(whole, out.shape, out.stride(), out.storage_offset())
-            for i, slot in enumerate(self.slots.tolist()):
-                pair = pairs[slot] if 0 <= slot < len(pairs) else None
+            x, slots = self.x.cpu(), self.slots.cpu()
+            for slot, pair in enumerate(pairs):
                 if pair is None:
                     continue
                 a, b = pair.a.cpu()[: pair.rank], pair.b.cpu()[:, : pair.rank]
-                delta = reference.delta_rows(self.x[i : i + 1].cpu(), a, b, numerics)
-                view[i] = reference.fold(view[i : i + 1], delta, pair.scale)[0]
+                rows = (slots == slot).nonzero().squeeze(1)
+                for part in [rows] if by_slot else rows.split(1):
+                    delta = reference.delta_rows(x[part], a, b, numerics)
+                    view[part] = reference.fold(view[part], delta, pair.scale)
             expected.append(whole)
         return expected
 
@@ -139,6 +147,7 @@ def make_case(
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
     a, e = bits(actual), bits(expected)
+    compared[os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]] += a.numel()
     wrong = (a != e).nonzero()
     assert not len(wrong), (
         f"{what}: {len(wrong)} of {a.numel()} differ, first at {wrong[0].tolist()}: "

@@ -81,9 +81,7 @@ class ExpertCase:
     def truth(self, numerics: str, x_gather: int) -> Tensor:
         """What the whole buffer must hold afterwards: one row at a time, on the CPU."""
         whole = self.out_buffer.cpu().clone()
-        view = torch.as_strided(
-            whole, self.out.shape, self.out.stride(), self.out.storage_offset()
-        )
+        view = torch.as_strided(whole, self.out.shape, self.out.stride(), self.out.storage_offset())
         x = self.input_rows(x_gather).cpu()
         for row, key in enumerate(self.keys().tolist()):
             pair = self.pairs.get(divmod(key, self.route.num_experts)) if key >= 0 else None

@@ -112,11 +112,10 @@ def shrink_variants(numerics: str, k_in: int) -> list[tiles.ShrinkTile]:
     if numerics == "gemv":
         lanes = max(8, min(64, 1 << max(0, -(-k_in // 8) - 1).bit_length()))
         sizes = [(4, 4), (1, 8), (16, 1)]
-        return [tiles.ShrinkTile(16, m, r, lanes * 8, False, 4, 2) for m, r in sizes]
+        return [tiles.ShrinkTile(16, m, r, lanes * 8, 4, 2) for m, r in sizes]
     return [
-        tiles.ShrinkTile(16, 16, ranks, block_k, split, 4, 3)
+        tiles.ShrinkTile(16, 16, ranks, block_k, 4, 3)
         for ranks, block_k in ((16, 16), (32, 64), (16, 1024))
-        for split in (False, True)
     ]
 
 

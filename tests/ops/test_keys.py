@@ -85,6 +85,15 @@ def test_without_a_row_map_every_token_is_on_slot_0(device: str) -> None:
     assert grouped([0, 1, 1, 2], [7, 3], None, device, num_tokens=8) == [0, 2]
 
 
+def test_keys_go_where_they_are_asked_to_on_the_cpu() -> None:
+    out = torch.full((3,), 77, dtype=torch.int32)
+    indices, offsets, tokens = (ints(v, "cpu") for v in ([0, 1, 2], [0, 2, 3], [0, 0, 0]))
+    assert gather_keys(indices, None, 1, NUM_EXPERTS, MAX_LORAS, out) is out
+    assert out.tolist() == [0, 1, 2]
+    assert grouped_keys(offsets, tokens, None, 1, 0, 3, NUM_EXPERTS, MAX_LORAS, out) is out
+    assert out.tolist() == [0, 0, 1]
+
+
 def test_keys_go_where_they_are_asked_to(device: str) -> None:
     buffer = torch.full((6,), 77, dtype=torch.int32, device=device)
     out = buffer[1:4]
@@ -98,9 +107,7 @@ def test_keys_go_where_they_are_asked_to(device: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_grouped_keys_are_slot_and_expert_in_every_window(
-    device: str, data: st.DataObject
-) -> None:
+def test_grouped_keys_are_slot_and_expert_in_every_window(device: str, data: st.DataObject) -> None:
     # Seven experts in the layer, of which the table knows five; some are empty.
     counts = data.draw(st.lists(st.sampled_from([0, 1, 3, 60, 200]), min_size=7, max_size=7))
     total, num_tokens = sum(counts), data.draw(st.integers(1, 9))

@@ -150,6 +150,15 @@ def test_segments_are_not_one_chain(k):
     assert not torch.equal(mma_dot(x, w), mma_dot(x, w, segment=512))
 
 
+@pytest.mark.parametrize("power", [-148, -149, -150, -157, -158, -159])
+def test_what_truncates_to_zero_is_plus_zero(power):
+    x = torch.tensor([[2.0**-70], [-(2.0**-70)]]).bfloat16()
+    w = torch.tensor([[2.0 ** (power + 70)]]).bfloat16()
+    value = 2.0**power if power >= -149 else 0.0
+    assert_same(mma_chain(x, w), torch.tensor([[value], [-value if value else 0.0]]))
+    assert_same(mma_dot(x, w), literal.table(literal.mma, x, w))
+
+
 def test_a_sum_of_segments_is_never_minus_zero():
     tiny = torch.full((1, 2048), 2.0**-133, dtype=torch.bfloat16)
     assert_same(mma_dot(tiny, -tiny), torch.zeros(1, 1))

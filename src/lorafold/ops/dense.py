@@ -49,7 +49,9 @@ def apply_lora_delta(
     Example:
         >>> a, b = torch.ones(8, 32, dtype=torch.bfloat16), torch.ones(16, 8, dtype=torch.bfloat16)
         >>> out = torch.zeros(2, 16, dtype=torch.bfloat16)
-        >>> apply_lora_delta(LoraPair(a, b, scale=0.5), torch.ones(2, 32, dtype=torch.bfloat16), out)
+        >>> apply_lora_delta(
+        ...     LoraPair(a, b, scale=0.5), torch.ones(2, 32, dtype=torch.bfloat16), out
+        ... )
         >>> out[0, 0].item()  # 0.5 * 8 * 32
         128.0
     """

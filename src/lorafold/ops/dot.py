@@ -1,14 +1,14 @@
 """Device functions: one dot product per (row, weight row), in the order that the contract fixes.
 
-`mma_total` is numerics "mma", `gemv_total` numerics "gemv": rows of x against rows of a weight
-matrix (w: A, or B) whose K elements are contiguous, in fp32.
+`mma_chain` is one segment of numerics "mma", `gemv_total` the whole of numerics "gemv": rows of x
+against rows of a weight matrix (w: A, or B) whose K elements are contiguous, in fp32.
 Tile sizes, warps and stages do not enter the bits.
 """
 
 import triton
 import triton.language as tl
 
-__all__ = ["gemv_total", "load_block", "mma_chain", "mma_total"]
+__all__ = ["gemv_total", "load_block", "mma_chain"]
 
 
 @triton.jit
@@ -24,41 +24,13 @@ def load_block(row_ptrs, row_mask, ks, k_end, EVEN_K: tl.constexpr):
 def mma_chain(
     x_ptrs, x_mask, w_ptrs, w_mask, k_begin, k_end, acc, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr
 ):
-    """acc [BLOCK_W, BLOCK_ROWS] continued by the tensor-core steps of k_begin .. k_end, ascending."""
+    """acc [BLOCK_W, BLOCK_ROWS] continued by the steps of k_begin .. k_end in ascending order."""
     for k in range(k_begin, k_end, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         x = load_block(x_ptrs, x_mask, ks, k_end, EVEN_K)
         w = load_block(w_ptrs, w_mask, ks, k_end, EVEN_K)
         acc = tl.dot(w, tl.trans(x), acc)
     return acc
-
-
-@triton.jit
-def _add_segment(total, segment):
-    # Without the detour through int32 the compiler may fold this add into the tensor-core
-    # accumulator, and the separately rounded fp32 add of the contract would be gone.
-    return total + segment.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def mma_total(
-    x_ptrs,
-    x_mask,
-    w_ptrs,
-    w_mask,
-    k_in,
-    zero,
-    SEGMENT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """All segments of 0 .. k_in, each a chain from +0, added in ascending order: [BLOCK_W, ROWS]."""
-    total = zero
-    for begin in range(0, k_in, SEGMENT):
-        end = min(begin + SEGMENT, k_in)
-        chain = mma_chain(x_ptrs, x_mask, w_ptrs, w_mask, begin, end, zero, BLOCK_K, EVEN_K)
-        total = _add_segment(total, chain)
-    return total
 
 
 @triton.jit
@@ -86,8 +58,7 @@ def _add_vectors(acc, x, w, ROWS: tl.constexpr, W: tl.constexpr, LANES: tl.const
     acc = tl.fma(x4[:, None, :], w4[None, :, :], acc)
     acc = tl.fma(x5[:, None, :], w5[None, :, :], acc)
     acc = tl.fma(x6[:, None, :], w6[None, :, :], acc)
-    acc = tl.fma(x7[:, None, :], w7[None, :, :], acc)
-    return acc
+    return tl.fma(x7[:, None, :], w7[None, :, :], acc)
 
 
 @triton.jit
@@ -135,7 +106,10 @@ def gemv_total(
     BLOCK_W: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """64 lanes of 8-element vectors, then the tree: [ROWS, W]. LANES is 8 .. 64 and, below 64, at least K / 8."""
+    """64 lanes of 8-element vectors, then the tree: [ROWS, W].
+
+    Lanes that never hold an element are left out: LANES is 64, or at least 8 and K / 8.
+    """
     lanes = tl.arange(0, LANES)
     ks = lanes[:, None] * 8 + tl.arange(0, 8)[None, :]  # [LANES, 8]
     acc = tl.zeros([BLOCK_ROWS, BLOCK_W, LANES], dtype=tl.float32)

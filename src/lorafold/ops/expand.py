@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafold.ops import tiles
 from lorafold.ops.dot import gemv_total
 from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
-from lorafold.ops.tiles import ExpandTile
 
 __all__ = ["expand_kernel", "expand_triton"]
 
@@ -48,7 +48,8 @@ def _wanted(has_row, ks, rank, max_rank):
 @triton.jit
 def _load_xa(ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS: tl.constexpr):
     """xa [BLOCK_ROWS, BLOCK_K] in bf16, +0 from the true rank on: as stored, or the ascending sum
-    of its fp32 segments."""
+    of its fp32 segments.
+    """
     xa_ptrs = ptrs[:, None] + ks[None, :]
     wanted = _wanted(has_row, ks, rank, max_rank)
     if SEGMENTS == 0:
@@ -92,6 +93,7 @@ def expand_kernel(
     GEMV: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """out[row, n] += scale * bf16(dot(xa[row], B[n])) for one tile and a run of columns."""
     if not LOOP:
         let_next_start(PDL)
     key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS, BLOCK_ROWS)
@@ -165,14 +167,15 @@ def expand_triton(
     num_rows: int,
     max_rank: int,
     segments: int,
-    tile: ExpandTile,
+    tile: tiles.ExpandTile,
     gemv: bool,
     pdl: bool,
 ) -> None:
     """Launch the expand. `segments` is 0 where xa is bfloat16 and ready, else the number of fp32
-    segment sums to add. outs: one [num_rows, n_out] bfloat16 view per slice, changed in place."""
+    segment sums to add. outs: one [num_rows, n_out] bfloat16 view per slice, changed in place.
+    """
     n_outs = tuple(out.shape[1] for out in outs)
-    programs = sum(triton.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
+    programs = sum(tiles.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
     expand_kernel[(tile.programs(num_rows, tile_key), programs)](
         xa,
         outs,

@@ -300,9 +300,7 @@ def _num_tokens(x: Tensor, row_adapter: Tensor | None, x_gather: int) -> int:
 
 def _check_window(row_offset: int, row_end: int, total: int) -> None:
     if not 0 <= row_offset <= row_end <= total:
-        raise RouteError(
-            f"the window must lie in 0 .. {total}; given: row_offset {row_offset}, row_end {row_end}"
-        )
+        raise RouteError(f"the window must lie in 0 .. {total}; given: {row_offset} .. {row_end}")
 
 
 def _check_top_k(top_k: int) -> None:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafold.ops.tiles import cdiv, next_power_of_2
+
 __all__ = ["gather_keys_kernel", "gather_keys_triton", "grouped_keys_kernel", "grouped_keys_triton"]
 
 _BLOCK = 128
@@ -52,7 +54,7 @@ def grouped_keys_kernel(
     BLOCK: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
-    """keys[r - row_offset] for rows row_offset .. row_end; all -1 if the offsets are no partition."""
+    """Keys of rows row_offset .. row_end; all -1 if the offsets do not cut up the rows."""
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = row_offset + local
     has_row = rows < row_end
@@ -87,7 +89,7 @@ def gather_keys_triton(
     num_rows = indices.shape[0]
     keys = torch.empty_like(indices, dtype=torch.int32) if out is None else out
     if num_rows:
-        gather_keys_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+        gather_keys_kernel[(cdiv(num_rows, _BLOCK),)](
             indices, row_adapter, keys, num_rows, top_k, num_experts, max_loras, BLOCK=_BLOCK
         )
     return keys
@@ -109,7 +111,7 @@ def grouped_keys_triton(
     keys = expert_offsets.new_empty(num_rows) if out is None else out
     layer_experts = expert_offsets.shape[0] - 1
     if num_rows:
-        grouped_keys_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+        grouped_keys_kernel[(cdiv(num_rows, _BLOCK),)](
             expert_offsets,
             sorted_token_ids,
             row_adapter,
@@ -122,6 +124,6 @@ def grouped_keys_triton(
             num_experts,
             max_loras,
             BLOCK=_BLOCK,
-            BLOCK_EXPERTS=triton.next_power_of_2(layer_experts),
+            BLOCK_EXPERTS=next_power_of_2(layer_experts),
         )
     return keys

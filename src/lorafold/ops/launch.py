@@ -8,7 +8,7 @@ from torch import Tensor
 from lorafold.numerics import Numerics
 from lorafold.ops import tiles
 from lorafold.ops.expand import expand_triton
-from lorafold.ops.scratch import num_segments
+from lorafold.ops.scratch import num_sums
 from lorafold.ops.shrink import shrink_triton
 
 __all__ = ["Tables", "routed_triton"]
@@ -37,7 +37,7 @@ def routed_triton(
     num_tiles, block_rows = _launch_shape(num_rows, tile_key, tile_rows)
     if shrink is None:
         shrink = tiles.shrink_tile(numerics, num_tiles, block_rows, len(outs), k_in, max_rank)
-    segments = num_segments(k_in) if shrink.split else 0
+    segments = num_sums(k_in, numerics)
     if expand is None:
         columns = sum(out.shape[1] for out in outs)
         expand = tiles.expand_tile(numerics, num_tiles, block_rows, columns, max_rank, segments)

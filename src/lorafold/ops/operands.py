@@ -50,7 +50,7 @@ def broadcast_batch(x: Tensor, w: Tensor) -> tuple[int, ...]:
 def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that both broadcast to, None if there is none."""
     pairs = list(zip_longest(reversed(one), reversed(other), fillvalue=1))
-    if any(p != q and p != 1 and q != 1 for p, q in pairs):
+    if any(p not in (q, 1) and q != 1 for p, q in pairs):
         return None
     return tuple(q if p == 1 else p for p, q in reversed(pairs))
 
@@ -117,9 +117,9 @@ def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
     chunk = max(1, limit // inner)
     outer = shape[: dim - 1]
     for flat in range(torch.Size(outer).numel()):
-        index = []
+        index, left = [], flat
         for size in reversed(outer):
-            flat, at = divmod(flat, size)
+            left, at = divmod(left, size)
             index.append(slice(at, at + 1))
         for start in range(0, shape[dim - 1], chunk):
             yield (*reversed(index), slice(start, start + chunk))
@@ -129,8 +129,9 @@ def operand_block(operand: Tensor, block: tuple[slice, ...], skip: int) -> Tenso
     """The part of a broadcast operand that a block of the result needs.
 
     Args:
-        operand: `skip` dimensions of its own, then those of the result or 1.
+        operand: `skip` dimensions of its own, then those of the result, or 1 where it broadcasts.
         block: one of `blocks` of the result.
+        skip: the dimensions of the operand that the result does not have.
 
     Example:
         >>> operand_block(torch.zeros(7, 1, 4), (slice(0, 2), slice(2, 4)), 1).shape

@@ -16,9 +16,6 @@ from lorafold.ops import tiles
 
 __all__ = ["Plan", "make_plan"]
 
-FEW_ROWS = 256
-"""Up to here one program compares all pairs of rows; beyond, keys are counted with atomics."""
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -64,7 +61,6 @@ class Plan:
             )
         block_rows = tiles.plan_rows(num_rows, num_keys)
         num_tiles = tiles.max_tiles(num_rows, num_keys, block_rows)
-        many = num_rows > FEW_ROWS
 
         def buffer(size: int, value: int) -> Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=device)
@@ -77,7 +73,7 @@ class Plan:
             tile_rows=buffer(num_tiles * block_rows, -1),
             keys=buffer(num_rows, -1),
             # rows counted per key, first tile per key, place of a row among its key's rows
-            counters=buffer(2 * num_keys + num_rows if many else 0, 0),
+            counters=buffer(2 * num_keys + num_rows, 0),
         )
 
 

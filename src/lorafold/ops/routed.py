@@ -52,7 +52,7 @@ def _routed_cpu(
     if keys is None:
         keys = torch.zeros(num_rows, dtype=torch.int32)
     in_table = (keys >= 0) & (keys < a_tables[0].shape[0])
-    for key in keys[in_table].unique().tolist():
+    for key in sorted(set(keys[in_table].tolist())):
         rows = (keys == key).nonzero().squeeze(1)
         x_rows = x[_source_rows(rows, source, top_k)]
         for i, out in enumerate(outs):
@@ -97,15 +97,17 @@ def _routed_cuda(
     )  # fmt: skip
 
 
-_LIBRARY = torch.library.Library("lorafold", "DEF")
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("routed_delta", _routed_cpu, "CPU")
-_LIBRARY.impl("routed_delta", _routed_cuda, "CUDA")
+_LIBRARY = torch.library.Library("lorafold", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(_SCHEMA)  # type: ignore[no-untyped-call]
+_LIBRARY.impl("routed_delta", _routed_cpu, "CPU")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("routed_delta", _routed_cuda, "CUDA")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("lorafold::routed_delta", lib=_LIBRARY)
 def _routed_fake(*args: object) -> None:
-    return None
+    """What tracing sees: the outputs change, nothing is returned."""
+
+
+torch.library.register_fake("lorafold::routed_delta", _routed_fake, lib=_LIBRARY)
 
 
 def routed_delta(

@@ -11,7 +11,8 @@ def program_rows(
     tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
     """The key and the rows [BLOCK_ROWS] (-1: none) of program_id(0): from the plan, or, without
-    one (tile_key_ptr None), all rows in order under key 0."""
+    one (tile_key_ptr None), all rows in order under key 0.
+    """
     part = tl.program_id(0)
     if tile_key_ptr is None:
         key = part * 0

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from lorafold.numerics import SEGMENT
+from lorafold.numerics import SEGMENT, Numerics
 
-__all__ = ["num_segments", "scratch_bytes"]
+__all__ = ["num_segments", "num_sums", "scratch_bytes"]
 
 
 def num_segments(k_in: int) -> int:
     """Segments of the contract that k_in elements are cut into."""
     return -(-k_in // SEGMENT)
+
+
+def num_sums(k_in: int, numerics: Numerics) -> int:
+    """The fp32 sums that make up one xa between shrink and expand; 0 where xa is ready in bf16."""
+    segments = num_segments(k_in)
+    return segments if numerics == "mma" and segments > 1 else 0
 
 
 def scratch_bytes(num_rows: int, num_routes: int, k_in: int, max_rank: int) -> int:

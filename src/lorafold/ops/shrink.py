@@ -2,11 +2,11 @@
 
     xa[slice, row, j] = bf16( dot(x[source(row), :], A[slice, key(row)][j, :]) )
 
-With `tile.split`, one program takes one segment of K and the fp32 segment sums are stored as they
-are; the expand adds them in ascending order. The bits are the same either way.
+Under "mma" one program takes one segment of K. Where there are several, their fp32 sums are stored
+as they are, and the expand adds them in ascending order and rounds.
 
-With a plan, the plan, the tables and A are read ahead of the wait for the kernel before: `make_plan`
-ends with a fence, so all that was written before it is there.
+With a plan, the plan, the tables and A are read ahead of the wait for the kernel before:
+`make_plan` ends with a fence, so all that was written before it is there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafold.numerics import SEGMENT
-from lorafold.ops.dot import gemv_total, load_block, mma_chain, mma_total
+from lorafold.ops import tiles
+from lorafold.ops.dot import gemv_total, load_block, mma_chain
 from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
-from lorafold.ops.tiles import ShrinkTile
+from lorafold.ops.scratch import num_segments
 
 __all__ = ["shrink_kernel", "shrink_triton"]
 
@@ -42,13 +43,13 @@ def shrink_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    SPLIT: tl.constexpr,
     SEGMENT: tl.constexpr,
     GEMV: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    WHOLE: tl.constexpr = SPLIT and BLOCK_K == SEGMENT
+    """xa[plane, row, j] = dot(x[source(row)], A[j]) over one segment; under GEMV, over all of K."""
+    WHOLE: tl.constexpr = BLOCK_K == SEGMENT and not GEMV
     if AHEAD and WHOLE:
         let_next_start(PDL)
     elif not AHEAD:
@@ -72,9 +73,7 @@ def shrink_kernel(
     begin = segment * SEGMENT
     end = min(begin + SEGMENT, k_in)
     ks = begin + tl.arange(0, BLOCK_K)
-    plane = slice_id
-    if SPLIT:
-        plane = slice_id * tl.num_programs(2) + segment
+    plane = slice_id * tl.num_programs(2) + segment
     if WHOLE:
         # All of A that this program needs is on its way before the wait.
         a = load_block(a_ptrs, has_rank, ks, end, EVEN_K)
@@ -89,7 +88,6 @@ def shrink_kernel(
     else:
         sources = tl.load(source_ptr + rows, mask=has_row, other=0)
     x_ptrs = x_ptr + sources.to(tl.int64) * x_stride  # [BLOCK_ROWS]
-    zero = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
     if GEMV:
         xa = gemv_total(
             x_ptrs, has_row, a_ptrs, has_rank, k_in, BLOCK_ROWS, BLOCK_RANKS, BLOCK_K // 8
@@ -97,12 +95,10 @@ def shrink_kernel(
     elif WHOLE:
         x = load_block(x_ptrs, has_row, ks, end, EVEN_K)
         xa = tl.trans(tl.dot(a, tl.trans(x)))
-    elif SPLIT:
+    else:
+        zero = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
         chain = mma_chain(x_ptrs, has_row, a_ptrs, has_rank, begin, end, zero, BLOCK_K, EVEN_K)
         xa = tl.trans(chain)
-    else:
-        total = mma_total(x_ptrs, has_row, a_ptrs, has_rank, k_in, zero, SEGMENT, BLOCK_K, EVEN_K)
-        xa = tl.trans(total)
     offsets = (plane.to(tl.int64) * num_rows + rows)[:, None] * max_rank + ranks[None, :]
     mask = has_row[:, None] & has_rank[None, :]
     tl.store(xa_ptr + offsets, xa.to(xa_ptr.dtype.element_ty), mask=mask)
@@ -120,15 +116,18 @@ def shrink_triton(
     top_k: int,
     k_in: int,
     max_rank: int,
-    tile: ShrinkTile,
+    tile: tiles.ShrinkTile,
     gemv: bool,
     pdl: bool,
 ) -> None:
-    """Launch the shrink. xa: float32 [slices, segments, num_rows, max_rank] with `tile.split`,
-    else bfloat16 [slices, num_rows, max_rank]; entries that no row or rank owns are not written."""
+    """Launch the shrink.
+
+    xa is float32 [slices, segments, num_rows, max_rank] under "mma" with several segments, else
+    bfloat16 [slices, num_rows, max_rank]; only what a row and a rank own is written.
+    """
     parts = tile.programs(num_rows, tile_key)
-    rank_blocks = triton.cdiv(max_rank, tile.block_ranks)
-    segments = triton.cdiv(k_in, SEGMENT) if tile.split else 1
+    rank_blocks = tiles.cdiv(max_rank, tile.block_ranks)
+    segments = 1 if gemv else num_segments(k_in)
     shrink_kernel[(parts, len(a_tables) * rank_blocks, segments)](
         x,
         xa,
@@ -147,7 +146,6 @@ def shrink_triton(
         BLOCK_RANKS=tile.block_ranks,
         BLOCK_K=tile.block_k,
         EVEN_K=k_in % tile.block_k == 0,
-        SPLIT=tile.split,
         SEGMENT=SEGMENT,
         GEMV=gemv,
         AHEAD=tile_key is not None,

