@@ -115,7 +115,7 @@ def gemv_total(
     acc = tl.zeros([BLOCK_ROWS, BLOCK_W, LANES], dtype=tl.float32)
     num_vectors = k_in // 8
     full = num_vectors // LANES * LANES
-    for v in range(0, full, LANES):
+    for v in tl.range(0, full, LANES, num_stages=3):
         x = tl.load(x_ptrs[:, None, None] + v * 8 + ks[None], mask=x_mask[:, None, None], other=0.0)
         w = tl.load(w_ptrs[:, None, None] + v * 8 + ks[None], mask=w_mask[:, None, None], other=0.0)
         acc = _add_vectors(acc, x, w, BLOCK_ROWS, BLOCK_W, LANES)

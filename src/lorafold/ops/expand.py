@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafold.ops import tiles
+from lorafold.ops.compiled import launch
 from lorafold.ops.dot import gemv_total
 from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
 
@@ -176,28 +177,34 @@ def expand_triton(
     """
     n_outs = tuple(out.shape[1] for out in outs)
     programs = sum(tiles.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
-    expand_kernel[(tile.programs(num_rows, tile_key), programs)](
-        xa,
-        outs,
-        b_tables,
-        scale_tables,
-        rank_tables,
-        tile_key,
-        tile_rows,
-        num_rows,
-        max_rank,
-        n_outs,
-        tuple(out.stride(0) for out in outs),
-        tile.blocks,
-        TILE_ROWS=tile.tile_rows,
-        BLOCK_ROWS=tile.block_rows,
-        BLOCK_COLS=tile.block_cols,
-        BLOCK_K=tile.block_k,
-        SEGMENTS=segments,
-        LOOP=tile.blocks > 1,
-        STAGES=tile.num_stages,
-        GEMV=gemv,
-        PDL=pdl,
+    launch(
+        expand_kernel,
+        (tile.programs(num_rows, tile_key), programs),
+        (
+            xa,
+            outs,
+            b_tables,
+            scale_tables,
+            rank_tables,
+            tile_key,
+            tile_rows,
+            num_rows,
+            max_rank,
+            n_outs,
+            tuple(out.stride(0) for out in outs),
+            tile.blocks,
+        ),
+        (
+            tile.tile_rows,
+            tile.block_rows,
+            tile.block_cols,
+            tile.block_k,
+            segments,
+            tile.blocks > 1,
+            tile.num_stages,
+            gemv,
+            pdl,
+        ),
         num_warps=tile.num_warps,
         num_stages=1,
         enable_fp_fusion=False,

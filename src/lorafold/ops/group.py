@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafold.ops import tiles
+from lorafold.ops.compiled import launch
 
 if TYPE_CHECKING:
     from lorafold.ops.plan import Plan
@@ -131,49 +132,41 @@ def group_triton(keys: Tensor, plan: Plan) -> None:
     num_rows, num_keys = plan.num_rows, plan.num_keys
     num_tiles = plan.tile_key.shape[0]
     if num_rows <= ROWS_OF_ONE_PROGRAM:
-        group_few_kernel[(1,)](
-            keys,
-            plan.counters,
-            plan.tile_key,
-            plan.tile_rows,
-            num_rows,
-            num_keys,
-            num_tiles,
-            TILE_ROWS=plan.block_rows,
-            BLOCK=max(32, tiles.next_power_of_2(num_rows)),
-            BLOCK_KEYS=min(1024, max(32, tiles.next_power_of_2(num_keys))),
+        block = max(32, tiles.next_power_of_2(num_rows))
+        block_keys = min(1024, max(32, tiles.next_power_of_2(num_keys)))
+        launch(
+            group_few_kernel,
+            (1,),
+            (keys, plan.counters, plan.tile_key, plan.tile_rows, num_rows, num_keys, num_tiles),
+            (plan.block_rows, block, block_keys),
             num_warps=4 if num_rows <= 256 else 8,
         )
     else:
         _group_many(keys, plan)
-    fence_kernel[(1,)](num_warps=1)
+    launch(fence_kernel, (1,), (), num_warps=1)
 
 
 def _group_many(keys: Tensor, plan: Plan) -> None:
-    num_rows, num_keys = plan.num_rows, plan.num_keys
-    num_tiles = plan.tile_key.shape[0]
-    block = 256
+    num_rows, num_keys, block = plan.num_rows, plan.num_keys, 256
     grid = (tiles.cdiv(num_rows, block),)
-    size = plan.tile_rows.shape[0]
-    count_kernel[grid](
-        keys, plan.counters, plan.tile_rows, num_rows, num_keys, size, BLOCK=block, num_warps=4
+    launch(
+        count_kernel,
+        grid,
+        (keys, plan.counters, plan.tile_rows, num_rows, num_keys, plan.tile_rows.shape[0]),
+        (block,),
+        num_warps=4,
     )
-    scan_kernel[(1,)](
-        plan.counters,
-        plan.tile_key,
-        num_keys,
-        num_tiles,
-        TILE_ROWS=plan.block_rows,
-        BLOCK=1024,
+    launch(
+        scan_kernel,
+        (1,),
+        (plan.counters, plan.tile_key, num_keys, plan.tile_key.shape[0]),
+        (plan.block_rows, 1024),
         num_warps=8,
     )
-    place_kernel[grid](
-        keys,
-        plan.counters,
-        plan.tile_rows,
-        num_rows,
-        num_keys,
-        TILE_ROWS=plan.block_rows,
-        BLOCK=block,
+    launch(
+        place_kernel,
+        grid,
+        (keys, plan.counters, plan.tile_rows, num_rows, num_keys),
+        (plan.block_rows, block),
         num_warps=4,
     )

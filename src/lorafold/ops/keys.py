@@ -33,7 +33,8 @@ def gather_keys(
     if indices.is_cuda:
         from lorafold.ops.keys_triton import gather_keys_triton
 
-        return gather_keys_triton(indices, row_adapter, top_k, num_experts, max_loras, out)
+        with torch.cuda.device(indices.device):
+            return gather_keys_triton(indices, row_adapter, top_k, num_experts, max_loras, out)
     slots: Tensor | int = 0 if row_adapter is None else row_adapter.repeat_interleave(top_k)
     return _keys(slots, indices, num_experts, max_loras, out)
 
@@ -65,10 +66,11 @@ def grouped_keys(
     if expert_offsets.is_cuda:
         from lorafold.ops.keys_triton import grouped_keys_triton
 
-        return grouped_keys_triton(
-            expert_offsets, sorted_token_ids, row_adapter, num_tokens, row_offset, row_end,
-            num_experts, max_loras, out,
-        )  # fmt: skip
+        with torch.cuda.device(expert_offsets.device):
+            return grouped_keys_triton(
+                expert_offsets, sorted_token_ids, row_adapter, num_tokens, row_offset, row_end,
+                num_experts, max_loras, out,
+            )  # fmt: skip
     rows = torch.arange(row_offset, row_end, dtype=torch.int32)
     experts = torch.searchsorted(expert_offsets[1:].contiguous(), rows, right=True)
     tokens = sorted_token_ids[row_offset:row_end].long()

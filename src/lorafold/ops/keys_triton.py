@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorafold.ops.compiled import launch
 from lorafold.ops.tiles import cdiv, next_power_of_2
 
 __all__ = ["gather_keys_kernel", "gather_keys_triton", "grouped_keys_kernel", "grouped_keys_triton"]
@@ -89,8 +90,11 @@ def gather_keys_triton(
     num_rows = indices.shape[0]
     keys = torch.empty_like(indices, dtype=torch.int32) if out is None else out
     if num_rows:
-        gather_keys_kernel[(cdiv(num_rows, _BLOCK),)](
-            indices, row_adapter, keys, num_rows, top_k, num_experts, max_loras, BLOCK=_BLOCK
+        launch(
+            gather_keys_kernel,
+            (cdiv(num_rows, _BLOCK),),
+            (indices, row_adapter, keys, num_rows, top_k, num_experts, max_loras),
+            (_BLOCK,),
         )
     return keys
 
@@ -111,19 +115,22 @@ def grouped_keys_triton(
     keys = expert_offsets.new_empty(num_rows) if out is None else out
     layer_experts = expert_offsets.shape[0] - 1
     if num_rows:
-        grouped_keys_kernel[(cdiv(num_rows, _BLOCK),)](
-            expert_offsets,
-            sorted_token_ids,
-            row_adapter,
-            keys,
-            num_tokens,
-            row_offset,
-            row_end,
-            sorted_token_ids.shape[0],
-            layer_experts,
-            num_experts,
-            max_loras,
-            BLOCK=_BLOCK,
-            BLOCK_EXPERTS=next_power_of_2(layer_experts),
+        launch(
+            grouped_keys_kernel,
+            (cdiv(num_rows, _BLOCK),),
+            (
+                expert_offsets,
+                sorted_token_ids,
+                row_adapter,
+                keys,
+                num_tokens,
+                row_offset,
+                row_end,
+                sorted_token_ids.shape[0],
+                layer_experts,
+                num_experts,
+                max_loras,
+            ),
+            (_BLOCK, next_power_of_2(layer_experts)),
         )
     return keys

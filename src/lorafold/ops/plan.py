@@ -118,5 +118,6 @@ def make_plan(keys: Tensor, num_keys: int, *, plan: Plan | None = None) -> Plan:
     if keys.device.type == "cuda" and plan.num_rows:
         from lorafold.ops.group import group_triton
 
-        group_triton(keys, plan)
+        with torch.cuda.device(keys.device):
+            group_triton(keys, plan)
     return plan

@@ -91,10 +91,11 @@ def _routed_cuda(
         plan = make_plan(keys, a_tables[0].shape[0])
         tile_key, tile_rows = plan.tile_key, plan.tile_rows
     tables = tuple(a_tables), tuple(b_tables), tuple(scale_tables), tuple(rank_tables)
-    routed_triton(
-        x, tuple(outs), tables, max_rank, resolve(numerics, x.device), source, top_k,
-        tile_key, tile_rows, scratch,
-    )  # fmt: skip
+    with torch.cuda.device(x.device):
+        routed_triton(
+            x, tuple(outs), tables, max_rank, resolve(numerics, x.device), source, top_k,
+            tile_key, tile_rows, scratch,
+        )  # fmt: skip
 
 
 _LIBRARY = torch.library.Library("lorafold", "DEF")  # type: ignore[no-untyped-call]

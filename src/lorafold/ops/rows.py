@@ -10,7 +10,7 @@ __all__ = ["let_next_start", "program_rows", "select", "wait_for_predecessor"]
 def program_rows(
     tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
-    """The key and the rows [BLOCK_ROWS] (-1: none) of program_id(0): from the plan, or, without
+    """The key (-1: nothing to do) and rows (-1: none) of program_id(0): from the plan, or, without
     one (tile_key_ptr None), all rows in order under key 0.
     """
     part = tl.program_id(0)
@@ -21,6 +21,9 @@ def program_rows(
     else:
         key = tl.load(tile_key_ptr + part // (TILE_ROWS // BLOCK_ROWS))
         rows = tl.load(tile_rows_ptr + part * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
+        if TILE_ROWS > BLOCK_ROWS:
+            # Rows stand at the front of their tile, so later parts may have none.
+            key = tl.where(tl.max(rows, axis=0) < 0, -1, key)
     return key, rows
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lorafold.numerics import SEGMENT
 from lorafold.ops import tiles
+from lorafold.ops.compiled import launch
 from lorafold.ops.dot import gemv_total, load_block, mma_chain
 from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
 from lorafold.ops.scratch import num_segments
@@ -125,31 +126,36 @@ def shrink_triton(
     xa is float32 [slices, segments, num_rows, max_rank] under "mma" with several segments, else
     bfloat16 [slices, num_rows, max_rank]; only what a row and a rank own is written.
     """
-    parts = tile.programs(num_rows, tile_key)
     rank_blocks = tiles.cdiv(max_rank, tile.block_ranks)
     segments = 1 if gemv else num_segments(k_in)
-    shrink_kernel[(parts, len(a_tables) * rank_blocks, segments)](
-        x,
-        xa,
-        a_tables,
-        rank_tables,
-        tile_key,
-        tile_rows,
-        source,
-        num_rows,
-        top_k,
-        k_in,
-        max_rank,
-        x.stride(0),
-        TILE_ROWS=tile.tile_rows,
-        BLOCK_ROWS=tile.block_rows,
-        BLOCK_RANKS=tile.block_ranks,
-        BLOCK_K=tile.block_k,
-        EVEN_K=k_in % tile.block_k == 0,
-        SEGMENT=SEGMENT,
-        GEMV=gemv,
-        AHEAD=tile_key is not None,
-        PDL=pdl,
+    launch(
+        shrink_kernel,
+        (tile.programs(num_rows, tile_key), len(a_tables) * rank_blocks, segments),
+        (
+            x,
+            xa,
+            a_tables,
+            rank_tables,
+            tile_key,
+            tile_rows,
+            source,
+            num_rows,
+            top_k,
+            k_in,
+            max_rank,
+            x.stride(0),
+        ),
+        (
+            tile.tile_rows,
+            tile.block_rows,
+            tile.block_ranks,
+            tile.block_k,
+            k_in % tile.block_k == 0,
+            SEGMENT,
+            gemv,
+            tile_key is not None,
+            pdl,
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
