@@ -1,8 +1,8 @@
 """The exception tree: everything that lorafold raises on purpose.
 
     LoraError
-    ├── AdapterError    .adapter          something is wrong with one adapter
-    │   ├── AdapterFormatError  .code     files missing, broken, or using what is not supported
+    ├── AdapterError    .adapter .code    something is wrong with one adapter
+    │   ├── AdapterFormatError            files missing, broken, or using what is not supported
     │   ├── AdapterMismatchError          the targets or shapes do not fit this model
     │   └── AdapterNotFoundError          no adapter of that name is loaded
     ├── PoolFullError   .max_loras        every slot is pinned or in use
@@ -44,23 +44,17 @@ class AdapterError(LoraError):
 
     Attributes:
         adapter: the name or path of the adapter.
+        code: a stable word for the reason, such as ``"dora"``, where docs/formats.md lists one.
     """
 
-    def __init__(self, message: str, *, adapter: str = "") -> None:
+    def __init__(self, message: str, *, adapter: str = "", code: str = "") -> None:
         super().__init__(message)
         self.adapter = adapter
+        self.code = code
 
 
 class AdapterFormatError(AdapterError, ValueError):
-    """The adapter's files are missing, broken, or use something that is not supported.
-
-    Attributes:
-        code: a stable word for the reason, such as ``"dora"`` or ``"pickle"``.
-    """
-
-    def __init__(self, message: str, *, adapter: str = "", code: str = "format") -> None:
-        super().__init__(message, adapter=adapter)
-        self.code = code
+    """The adapter's files are missing, broken, or use something that is not supported."""
 
 
 class AdapterMismatchError(AdapterError, ValueError):

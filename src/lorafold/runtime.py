@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorafold.adapter import LoadReport, TargetShape
+from lorafold.adapter import Adapter, LoadReport, TargetShape
 from lorafold.errors import ModelError, RouteError
+from lorafold.expert_pool import ExpertPool
 from lorafold.layers.attach import find_targets, unwrap_targets, wrap_targets
+from lorafold.layers.moe import MoeTargets, find_moe, wrap_moe
 from lorafold.layers.routing import Routing
 from lorafold.peft import load_adapter
+from lorafold.peft.layouts import ExpertLayout
 from lorafold.pool import Pool
 
 __all__ = ["MultiLora", "attach"]
@@ -31,6 +34,8 @@ def attach(
     max_loras: int = 8,
     max_rank: int = 64,
     targets: Sequence[str] | str | None = None,
+    max_expert_rank: int | None = None,
+    max_expert_bytes: int | None = None,
 ) -> MultiLora:
     """Wrap the linear layers of a causal language model, in place, so that rows can name adapters.
 
@@ -44,14 +49,21 @@ def attach(
         max_rank: the largest rank that fits.
         targets: which layers: None for every linear layer but the output head, a list of words, or
             a regular expression (`find_targets`).
+        max_expert_rank: for a mixture of experts, the largest rank of its routed experts that fits;
+            they and the routers are then targets too, and all experts run as `run_experts` says.
+            0 for the routers alone, None for neither. Experts are many: `expert_pool_bytes` says
+            how much memory they take.
+        max_expert_bytes: refuse to allocate more than this for the experts; None for as much as the
+            device has free.
 
     Returns:
         The object that loads adapters and generates with them.
 
     Raises:
         ModelError: if the model or the targets do not allow it.
-        RouteError: if max_loras or max_rank is below 1.
-        BackendError: if the device cannot hold the pool. The model is unchanged after any error.
+        RouteError: if max_loras or max_rank is below 1, or max_expert_rank below 0.
+        BackendError: if the device cannot hold the pool, or its experts take more than
+            max_expert_bytes. The model is unchanged after any error.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,15 +84,24 @@ def attach(
     """
     layers = find_targets(model, targets)
     device = next(iter(layers.values())).device
-    pool = Pool(
-        {path: TargetShape(at.in_features, at.out_features) for path, at in layers.items()},
-        max_loras=max_loras,
-        max_rank=max_rank,
-        device=device,
-    )
+    shapes = {path: TargetShape(at.in_features, at.out_features) for path, at in layers.items()}
+    moe, experts = MoeTargets(), None
+    if max_expert_rank is not None:
+        moe = find_moe(model, device, with_experts=max_expert_rank != 0)
+        shapes |= moe.routers
+    if moe.experts and max_expert_rank is not None:
+        experts = ExpertPool(
+            moe.experts,
+            max_loras=max_loras,
+            max_rank=max_expert_rank,
+            device=device,
+            max_bytes=max_expert_bytes,
+        )
+    pool = Pool(shapes, max_loras=max_loras, max_rank=max_rank, device=device, experts=experts)
     has_head = any(layer.is_head for layer in layers.values())
     routing = Routing(device, max_loras, has_head=has_head)
     wrap_targets(model, layers, pool.route, routing)
+    wrap_moe(model, moe, pool, routing)
     return MultiLora(model, pool, routing)
 
 
@@ -126,7 +147,7 @@ class MultiLora:
     @property
     def targets(self) -> tuple[str, ...]:
         """The paths of the layers that adapters may change."""
-        return tuple(self.pool.targets)
+        return tuple(self.pool.shapes)
 
     def load(
         self,
@@ -135,6 +156,7 @@ class MultiLora:
         *,
         strict: bool = True,
         allow_inert: bool = False,
+        expert_layout: ExpertLayout | None = None,
     ) -> LoadReport:
         """Read a PEFT adapter and place it in the pool, all of it or nothing.
 
@@ -146,6 +168,7 @@ class MultiLora:
             path: the folder with `adapter_config.json`.
             strict: False lets some harmless oddities pass (`lorafold.peft.parse`).
             allow_inert: accept an adapter that changes nothing.
+            expert_layout: how the file stores the factors of experts, where that is ambiguous.
 
         Returns:
             What became of every tensor of the file.
@@ -155,16 +178,36 @@ class MultiLora:
             AdapterMismatchError: if any of it does not fit the targets of this model.
             PoolFullError: if every slot is pinned or in use.
         """
-        adapter = load_adapter(
+        adapter = self.read(
+            name, path, strict=strict, allow_inert=allow_inert, expert_layout=expert_layout
+        )
+        self.pool.place(adapter)
+        return adapter.report
+
+    def read(
+        self,
+        name: str,
+        path: str | PathLike[str],
+        *,
+        strict: bool = True,
+        allow_inert: bool = False,
+        expert_layout: ExpertLayout | None = None,
+    ) -> Adapter:
+        """Read a PEFT adapter for this model and place it nowhere; arguments as in `load`.
+
+        Raises:
+            AdapterFormatError: if the files are broken or use what is not supported.
+            AdapterMismatchError: if any of it does not fit the targets of this model.
+        """
+        return load_adapter(
             path,
-            self.pool.targets,
+            self.pool.shapes,
             name=name,
             strict=strict,
             allow_inert=allow_inert,
             base_tensor=self._base_tensor,
+            expert_layout=expert_layout,
         )
-        self.pool.place(adapter)
-        return adapter.report
 
     def unload(self, name: str) -> None:
         """Take the name of an adapter away, and free its slot as soon as nothing uses it.
@@ -205,6 +248,41 @@ class MultiLora:
         """
         with self._routed(adapters, may_repeat=False):
             yield
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep the model to this thread, for a number of forwards with `packed_rows`.
+
+        Raises:
+            RouteError: if called inside `rows` or another `turn`.
+            ModelError: if detached already.
+        """
+        with self._my_turn(), torch.no_grad():
+            yield
+
+    @contextmanager
+    def packed_rows(self, slots: Sequence[int], kept: Sequence[int]) -> Iterator[None]:
+        """Route one forward whose sequences stand one after the other in one row of the batch.
+
+        The caller keeps the slots (`Pool.acquire`) and the sequences apart: to the model's own
+        attention they are one sequence.
+
+        Args:
+            slots: one per token of `input_ids` [1, num_tokens]; -1 is base.
+            kept: the tokens that the output head sees, given to it as `logits_to_keep`.
+
+        Raises:
+            RouteError: if not called inside `turn`, or the slots or kept tokens do not exist.
+
+        Example: `Routing.begin_packed`; `lorafold.engine.packed` builds on it.
+        """
+        if self._owner != threading.get_ident():
+            raise RouteError("`packed_rows` needs the model to itself; call it inside `turn`")
+        self._routing.begin_packed(slots, kept)
+        try:
+            yield
+        finally:
+            self._routing.end()
 
     def generate(self, *args: Any, adapters: Sequence[str | None], **kwargs: Any) -> Any:
         """`model.generate`, each prompt with its own adapter.
@@ -260,7 +338,9 @@ class MultiLora:
         """One thread at a time, and not inside itself."""
         me = threading.get_ident()
         if self._owner == me:
-            raise RouteError("`rows`, `generate` and `detach` cannot be used inside `rows`")
+            raise RouteError(
+                "`rows`, `turn`, `generate` and `detach` cannot be used inside `rows` or `turn`"
+            )
         with self._turn:
             if self._is_detached:
                 raise ModelError("the model was detached; call `lorafold.attach` again")

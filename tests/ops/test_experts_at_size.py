@@ -6,6 +6,7 @@ The same checks run at a tiny size on the CPU, so that they are known to work.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import pytest
@@ -157,7 +158,7 @@ def check_all_forms(
     sample = {0, num_rows - 1, *torch.randperm(num_rows)[:24].tolist()}
     for row in sample:
         for where in {device, "cpu"}:
-            alone = before[row : row + 1].to(where)
+            alone = before[row : row + 1].to(where, copy=True)  # folded in place below
             pair = layer.pair(int(keys[row]), where)
             if pair is not None:
                 apply_lora_delta(pair, x_rows[row : row + 1].to(where), alone, numerics=numerics)
@@ -220,11 +221,12 @@ def test_a_graph_follows_the_routing(
     with torch.cuda.stream(stream):
         step(plan, scratch)
     torch.cuda.current_stream().wait_stream(stream)
+    gc.collect()  # what earlier tests left must not go away in between
     held = torch.cuda.memory_allocated()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(plan, scratch)
-    assert torch.cuda.memory_allocated() == held
+    assert torch.cuda.memory_allocated() <= held
     results = []
     for seed in (8, 9, 10):
         new_experts, new_slots = routing(size, num_tokens, device, seed=seed)

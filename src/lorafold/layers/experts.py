@@ -1,13 +1,13 @@
 """Routed experts whose rows name their adapters.
 
-`RoutedExperts` takes the place of an experts module of transformers and computes what that computes:
+`RoutedExperts` takes the place of an experts module of transformers and computes what that does:
 every (token, choice) row through gate and up of its expert, the activation, down, the routing
 weights, and a sum over the choices in a fixed order. The deltas of gate and up come in before the
 activation, those of down before the routing weights.
 
 What is guaranteed:
 - the delta of a row has the contract's bits, whatever else is in the batch;
-- what the base adds to a row does not depend on the adapters of the batch, though these decide where
+- the base's part of a row does not depend on the adapters of the batch, though these decide where
   the other rows go (`grouped`); on the CPU it does not depend on the batch at all;
 - a row without an adapter has the bits that it has when no row has one.
 
@@ -18,7 +18,7 @@ rows in all, as those of every layer of the model.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class Deltas(Protocol):
 
 
 def run_experts(
-    module: nn.Module,
+    module: Any,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -68,7 +68,7 @@ def run_experts(
     gate_up = _linear(module, "gate_up_proj", hidden_states[rows.tokens], rows)
     if deltas is not None:
         gate_up = deltas.to_gate_up(gate_up, rows)
-    inner = module._apply_gate(gate_up)
+    inner: Tensor = module._apply_gate(gate_up)
     out = _linear(module, "down_proj", inner, rows)
     if deltas is not None:
         deltas.to_down(inner, out, rows)
@@ -80,13 +80,13 @@ def run_experts(
     return by_choice.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
 
-def _linear(module: nn.Module, name: str, x: Tensor, rows: ExpertRows) -> Tensor:
+def _linear(module: Any, name: str, x: Tensor, rows: ExpertRows) -> Tensor:
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     return grouped_linear(x, getattr(module, name), bias, rows, transposed=module.is_transposed)
 
 
 class RoutedExperts(StandIn):
-    """The routed experts of a layer, plus per (token, choice) row the deltas of the token's adapter.
+    """The routed experts of a layer, plus the deltas of each token's adapter on the token's rows.
 
     It is for inference: deltas have no gradient.
 
@@ -152,7 +152,7 @@ class _RoutedDeltas:
             self._fold(routes.gate, self.hidden_states, gate_up[:, :inner], rows, x_gather=1)
             self._fold(routes.up, self.hidden_states, gate_up[:, inner:], rows, x_gather=1)
             return gate_up
-        # Gate, up, gate, up: operators fold into columns that stand together. Copies change no bits.
+        # Gate, up, gate, up: operators fold into columns that stand together; a copy has the bits.
         halves = gate_up.view(num_rows, inner, 2).transpose(1, 2).contiguous()
         self._fold(routes.gate, self.hidden_states, halves[:, 0], rows, x_gather=1)
         self._fold(routes.up, self.hidden_states, halves[:, 1], rows, x_gather=1)
@@ -184,7 +184,7 @@ class ExpertPlans:
         self._captured: list[Plan] = []
 
     def buffers(self, rows: Rows, num_rows: int, route: MoeExpertRoute) -> Plan:
-        """A plan to refill for num_rows (token, choice) rows of the forward that `rows` belongs to."""
+        """A plan to refill for the num_rows (token, choice) rows of the forward of `rows`."""
         if self._rows is not rows:  # another shape, or another routing
             self._rows, self._plans = rows, {}
         sizes = (num_rows, route.num_keys)

@@ -32,7 +32,7 @@ class ExpertRows:
             belongs to token r // top_k.
         tokens: [num_rows] int32, the token of each sorted row.
         experts: [num_rows], the expert of each sorted row.
-        offsets: [num_experts + 1] int32: expert e owns the sorted rows offsets[e] .. offsets[e + 1].
+        offsets: [num_experts + 1] int32: expert e has the sorted rows offsets[e] .. offsets[e + 1].
     """
 
     order: Tensor
@@ -103,7 +103,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _tiled_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Products of `_TILE_ROWS` rows each, from one buffer, so that all have one shape and address."""
+    """Products of `_TILE_ROWS` rows each, from one buffer: all have one shape and one address."""
     out = x.new_empty(x.shape[0], weight.shape[2])
     tile = x.new_zeros(_TILE_ROWS, x.shape[1])
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):

@@ -1,8 +1,8 @@
 """The router of a mixture of experts, whose rows name their adapters.
 
-Routers of transformers are no linear layers: their `forward` multiplies by a weight of their own and
-goes on to choose the experts. `RoutedRouter` runs that very forward, and folds the deltas into the
-one product in it, before anything is chosen.
+Routers of transformers are no linear layers: their `forward` multiplies by a weight of their own
+and goes on to choose the experts. `RoutedRouter` runs that very forward, and folds the deltas into
+the one product in it, before anything is chosen.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class RoutedRouter(StandIn):
         """Whatever the router takes and gives.
 
         Raises:
-            RouteError: if there is another number of tokens than the forward has, or the router does
-                not multiply by its weight just once.
+            RouteError: if there is another number of tokens than the forward has, or the router
+                does not multiply by its weight just once.
         """
         rows = self.routing.rows
         if rows is None:
@@ -107,12 +107,13 @@ class RoutedRouter(StandIn):
         def fold(x: Tensor, logits: Tensor) -> Tensor:
             return self._folded(x, logits, rows)
 
-        with WeightProduct(self.base.weight, fold) as products:
+        weight: Any = self.base.weight
+        with WeightProduct(weight, fold) as products:
             out = self.base(*args, **kwargs)
         if products.num_products != 1:
             raise RouteError(
-                f"the router `{self.name}` multiplied by its weight {products.num_products} times in "
-                "one forward, not once; was its forward replaced after attaching?"
+                f"the router `{self.name}` multiplied by its weight {products.num_products} times "
+                "in one forward, not once; was its forward replaced after attaching?"
             )
         return out
 
@@ -120,8 +121,8 @@ class RoutedRouter(StandIn):
         num_tokens = rows.seq_slot.shape[0]
         if x.numel() != num_tokens * self.route.k_in:
             raise RouteError(
-                f"`{self.name}` got {tuple(x.shape)}, but this forward has {num_tokens} tokens; call "
-                "the whole model, with one adapter per sequence"
+                f"`{self.name}` got {tuple(x.shape)}, but this forward has {num_tokens} tokens; "
+                "call the whole model, with one adapter per sequence"
             )
         # Exact: a router that casts its input gets it in bfloat16 (checked when attaching).
         x = x.reshape(num_tokens, -1).bfloat16()

@@ -1,7 +1,8 @@
 """The routing of the current forward: which slot each row has, shared by all layers of one model.
 
 `MultiLora` begins and ends a routing and tells it the shape of every forward; `RoutedLinear` reads
-it. Slots stand in buffers at fixed addresses: a CUDA graph that was captured inside a routing reads
+it. Sequences either have a row of the batch each, or are packed one after the other into one row
+(`begin_packed`). Slots stand in buffers at fixed addresses: a CUDA graph that was captured inside a routing reads
 what the latest step of its shape wrote, and nothing but base rows once the routing has ended.
 Nothing here knows adapters or names.
 """
@@ -77,6 +78,7 @@ class Routing:
         self._slots: tuple[int, ...] | None = None
         self._slot_tensor: Tensor | None = None
         self._may_repeat = False
+        self._is_packed = False
         self._shape = (0, 0, 0)
 
     @property
@@ -100,6 +102,51 @@ class Routing:
         Raises:
             RouteError: if a routing is active already, `slots` is empty or a slot does not exist.
         """
+        self._take(slots)
+        self._may_repeat = may_repeat
+        try:
+            self.step(len(slots), 1, 1)
+        except BaseException:
+            self.end()
+            raise
+
+    def begin_packed(self, slots: Sequence[int], kept: Sequence[int]) -> None:
+        """Route one forward whose sequences stand one after the other in one row of the batch.
+
+        Args:
+            slots: one per token of `input_ids` [1, num_tokens]; -1 is base.
+            kept: the tokens that the output head sees.
+
+        Raises:
+            RouteError: if a routing is active already, `slots` or `kept` is empty, or a slot or a
+                kept token does not exist.
+
+        Example:
+            >>> routing = Routing(torch.device("cpu"), max_loras=2)
+            >>> routing.begin_packed([1, 1, 1, -1, -1], kept=[2, 4])
+            >>> routing.step(num_sequences=1, num_tokens=5, num_kept=2)
+            >>> routing.seq_slot.tolist()
+            [1, 1, 1, -1, -1]
+        """
+        if not kept or not all(0 <= token < len(slots) for token in kept):
+            raise RouteError(
+                f"the kept tokens must be some of 0 .. {len(slots) - 1}; given: {list(kept)}"
+            )
+        self._take(slots)
+        self._is_packed = True
+        try:
+            if self._slot_tensor is not None:
+                self.rows = self._token_buffer.write(self._slot_tensor, 1)
+                if self._head_buffer is not None:
+                    index = torch.tensor(kept, device=self.device)
+                    self.head_rows = self._head_buffer.write(self._slot_tensor[index], 1)
+        except BaseException:
+            self.end()
+            raise
+        self._shape = (1, len(slots), len(kept))
+
+    def _take(self, slots: Sequence[int]) -> None:
+        """Make the slots those of the coming forwards."""
         if self.is_active:
             raise RouteError("a routing is active already; hint: leave `rows` or `generate` first")
         if not slots or not all(-1 <= slot < self.max_loras for slot in slots):
@@ -107,14 +154,9 @@ class Routing:
                 f"there must be one slot per sequence, each -1 (base) .. {self.max_loras - 1}; "
                 f"given: {list(slots)}"
             )
-        self._slots, self._may_repeat = tuple(slots), may_repeat
+        self._slots = tuple(slots)
         if max(slots) >= 0 or self._token_buffer.is_captured:
             self._slot_tensor = torch.tensor(slots, dtype=torch.int32, device=self.device)
-        try:
-            self.step(len(slots), 1, 1)
-        except BaseException:
-            self.end()
-            raise
 
     def step(self, num_sequences: int, num_tokens: int, num_kept: int) -> None:
         """Write the slots of the coming forward; free of work when its shape is the last one's.
@@ -136,6 +178,11 @@ class Routing:
             self._keep_addresses(shape)
         if shape == self._shape:
             return
+        if self._is_packed:
+            raise RouteError(
+                f"slots were given for a packed forward of {self._shape} (sequences, tokens, kept); "
+                f"the forward has {shape}"
+            )
         repeats, rest = divmod(num_sequences, len(self._slots))
         if rest or repeats < 1 or (repeats > 1 and not self._may_repeat):
             raise RouteError(
@@ -151,6 +198,7 @@ class Routing:
     def end(self) -> None:
         """Route nothing any more: every row is base. Does no harm when nothing is active."""
         self._slots = self._slot_tensor = self.rows = self.head_rows = None
+        self._may_repeat = self._is_packed = False
         self._shape = (0, 0, 0)
         for buffer in self._buffers:
             buffer.clear()

@@ -61,11 +61,13 @@ def check_contents(x: Tensor, outs: Sequence[Tensor], keys: Tensor | None, num_k
     Raises:
         RouteError: saying what overlaps, or which key is too large.
     """
+    x_extent, extents = _extent(x), [_extent(out) for out in outs]
     for i, out in enumerate(outs):
-        if _overlap(x, out):
+        if _overlap(x, x_extent, out, extents[i]):
             raise RouteError("x and base_out overlap in memory; hint: pass a copy of x")
-        if any(_overlap(out, other) for other in outs[:i]):
-            raise RouteError("two base_out of one call overlap in memory")
+        for j in range(i):
+            if _overlap(out, extents[i], outs[j], extents[j]):
+                raise RouteError("two base_out of one call overlap in memory")
     if keys is not None and keys.device.type == "cpu" and keys.numel():
         highest = int(keys.max())
         if highest >= num_keys:
@@ -108,33 +110,34 @@ def check_scratch(scratch: Tensor | None, route: Tables, num_routes: int, num_ro
 
 
 def _check_matrix(name: str, t: Tensor, rows: int, columns: int, device: torch.device) -> None:
+    is_matrix = t.dtype == torch.bfloat16 and t.device == device and t.shape == (rows, columns)
+    if is_matrix and (columns == 1 or t.stride(1) == 1):
+        return
     if t.dtype != torch.bfloat16:
         raise RouteError(f"`{name}` must be bfloat16; given: {t.dtype}")
     if t.device != device:
         raise RouteError(f"`{name}` must be on {device}, where the route is; given: {t.device}")
-    if t.dim() != 2 or t.shape[0] != rows or t.shape[1] != columns:
+    if not is_matrix:
         raise RouteError(f"`{name}` must be [{rows}, {columns}]; given: {list(t.shape)}")
-    if t.shape[1] > 1 and t.stride(1) != 1:
-        raise RouteError(
-            f"`{name}` must have its columns next to each other (inner stride 1); "
-            f"given: strides {tuple(t.stride())}"
-        )
+    raise RouteError(
+        f"`{name}` must have its columns next to each other (inner stride 1); "
+        f"given: strides {tuple(t.stride())}"
+    )
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def _overlap(a: Tensor, a_extent: tuple[int, int], b: Tensor, b_extent: tuple[int, int]) -> bool:
     """Whether two [rows, columns] views share an element; exact where their row strides agree."""
-    if 0 in a.shape or 0 in b.shape:
-        return False
-    (a_begin, a_end), (b_begin, b_end) = _extent(a), _extent(b)
-    if a_end <= b_begin or b_end <= a_begin:
+    if a_extent[1] <= b_extent[0] or b_extent[1] <= a_extent[0] or 0 in a.shape or 0 in b.shape:
         return False
     stride = a.stride(0) * _BF16_BYTES
     if a.stride(0) != b.stride(0) or a.shape[0] == 1 or b.shape[0] == 1 or not stride:
         return True
-    apart = (b_begin - a_begin) % stride
+    apart = (b_extent[0] - a_extent[0]) % stride
     return apart < a.shape[1] * _BF16_BYTES or apart + b.shape[1] * _BF16_BYTES > stride
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
+    """First and one past the last address of a [rows, columns] view."""
     begin = t.data_ptr()
-    return begin, begin + ((t.shape[0] - 1) * t.stride(0) + t.shape[1]) * _BF16_BYTES
+    num_rows, num_columns = t.shape
+    return begin, begin + ((num_rows - 1) * t.stride(0) + num_columns) * _BF16_BYTES

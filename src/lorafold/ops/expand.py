@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafold.ops import tiles
-from lorafold.ops.compiled import launch
+from lorafold.ops.compiled import is_aligned, launch
 from lorafold.ops.dot import gemv_total
 from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
 
@@ -70,7 +70,16 @@ def _fold(out_ptrs, mask, out, delta, scale):
     tl.store(out_ptrs, folded.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "blocks"])
+@triton.jit(
+    do_not_specialize=["num_rows", "blocks"],
+    do_not_specialize_on_alignment=[
+        "b_tables",
+        "scale_tables",
+        "rank_tables",
+        "tile_key_ptr",
+        "tile_rows_ptr",
+    ],
+)
 def expand_kernel(
     xa_ptr,
     out_ptrs,
@@ -177,9 +186,11 @@ def expand_triton(
     """
     n_outs = tuple(out.shape[1] for out in outs)
     programs = sum(tiles.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
+    strides = tuple(out.stride(0) for out in outs)
     launch(
         expand_kernel,
-        (tile.programs(num_rows, tile_key), programs),
+        (max_rank, n_outs, strides, tile_key is None, *map(is_aligned, outs)),
+        (tile.programs(num_rows, tile_key), programs, 1),
         (
             xa,
             outs,
@@ -191,7 +202,7 @@ def expand_triton(
             num_rows,
             max_rank,
             n_outs,
-            tuple(out.stride(0) for out in outs),
+            strides,
             tile.blocks,
         ),
         (

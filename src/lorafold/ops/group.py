@@ -49,7 +49,10 @@ def _lay_out(
         tl.store(tile_key_ptr + t, t * 0 - 1, mask=(t >= first) & (t < num_tiles))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_keys", "num_tiles"],
+    do_not_specialize_on_alignment=["keys_ptr", "counters_ptr", "tile_key_ptr", "tile_rows_ptr"],
+)
 def group_few_kernel(
     keys_ptr,
     counters_ptr,
@@ -76,7 +79,10 @@ def group_few_kernel(
     tl.store(tile_rows_ptr + tile * TILE_ROWS + place, i, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "size"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_keys", "size"],
+    do_not_specialize_on_alignment=["keys_ptr", "counters_ptr", "tile_rows_ptr"],
+)
 def count_kernel(
     keys_ptr, counters_ptr, tile_rows_ptr, num_rows, num_keys, size, BLOCK: tl.constexpr
 ):
@@ -91,7 +97,10 @@ def count_kernel(
         tl.store(tile_rows_ptr + t, t * 0 - 1, mask=t < size)
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["num_keys", "num_tiles"],
+    do_not_specialize_on_alignment=["counters_ptr", "tile_key_ptr"],
+)
 def scan_kernel(
     counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -99,7 +108,10 @@ def scan_kernel(
     _lay_out(counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_keys"],
+    do_not_specialize_on_alignment=["keys_ptr", "counters_ptr", "tile_rows_ptr"],
+)
 def place_kernel(
     keys_ptr,
     counters_ptr,
@@ -136,21 +148,23 @@ def group_triton(keys: Tensor, plan: Plan) -> None:
         block_keys = min(1024, max(32, tiles.next_power_of_2(num_keys)))
         launch(
             group_few_kernel,
-            (1,),
+            (),
+            (1, 1, 1),
             (keys, plan.counters, plan.tile_key, plan.tile_rows, num_rows, num_keys, num_tiles),
             (plan.block_rows, block, block_keys),
             num_warps=4 if num_rows <= 256 else 8,
         )
     else:
         _group_many(keys, plan)
-    launch(fence_kernel, (1,), (), num_warps=1)
+    launch(fence_kernel, (), (1, 1, 1), (), num_warps=1)
 
 
 def _group_many(keys: Tensor, plan: Plan) -> None:
     num_rows, num_keys, block = plan.num_rows, plan.num_keys, 256
-    grid = (tiles.cdiv(num_rows, block),)
+    grid = (tiles.cdiv(num_rows, block), 1, 1)
     launch(
         count_kernel,
+        (),
         grid,
         (keys, plan.counters, plan.tile_rows, num_rows, num_keys, plan.tile_rows.shape[0]),
         (block,),
@@ -158,13 +172,15 @@ def _group_many(keys: Tensor, plan: Plan) -> None:
     )
     launch(
         scan_kernel,
-        (1,),
+        (),
+        (1, 1, 1),
         (plan.counters, plan.tile_key, num_keys, plan.tile_key.shape[0]),
         (plan.block_rows, 1024),
         num_warps=8,
     )
     launch(
         place_kernel,
+        (),
         grid,
         (keys, plan.counters, plan.tile_rows, num_rows, num_keys),
         (plan.block_rows, block),

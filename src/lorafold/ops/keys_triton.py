@@ -15,7 +15,10 @@ __all__ = ["gather_keys_kernel", "gather_keys_triton", "grouped_keys_kernel", "g
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["indices_ptr", "row_adapter_ptr", "keys_ptr"],
+)
 def gather_keys_kernel(
     indices_ptr,
     row_adapter_ptr,
@@ -39,7 +42,10 @@ def gather_keys_kernel(
     tl.store(keys_ptr + rows, keys, mask=has_row)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "row_offset", "row_end", "total_rows"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "row_offset", "row_end", "total_rows"],
+    do_not_specialize_on_alignment=["offsets_ptr", "token_ids_ptr", "row_adapter_ptr", "keys_ptr"],
+)
 def grouped_keys_kernel(
     offsets_ptr,
     token_ids_ptr,
@@ -92,7 +98,8 @@ def gather_keys_triton(
     if num_rows:
         launch(
             gather_keys_kernel,
-            (cdiv(num_rows, _BLOCK),),
+            (indices.dtype, row_adapter is None, top_k, num_experts, max_loras),
+            (cdiv(num_rows, _BLOCK), 1, 1),
             (indices, row_adapter, keys, num_rows, top_k, num_experts, max_loras),
             (_BLOCK,),
         )
@@ -117,7 +124,8 @@ def grouped_keys_triton(
     if num_rows:
         launch(
             grouped_keys_kernel,
-            (cdiv(num_rows, _BLOCK),),
+            (row_adapter is None, layer_experts, num_experts, max_loras),
+            (cdiv(num_rows, _BLOCK), 1, 1),
             (
                 expert_offsets,
                 sorted_token_ids,

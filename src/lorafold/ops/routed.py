@@ -7,7 +7,8 @@ tensors by the Triton kernels; the bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,7 @@ def _routed_cuda(
         )  # fmt: skip
 
 
+_num_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _LIBRARY = torch.library.Library("lorafold", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(_SCHEMA)  # type: ignore[no-untyped-call]
 _LIBRARY.impl("routed_delta", _routed_cpu, "CPU")  # type: ignore[no-untyped-call]
@@ -130,7 +132,17 @@ def routed_delta(
     `source[i]`, or i // top_k. `tables` holds (A addresses, B addresses, scales, ranks) per output.
     """
     a_tables, b_tables, scale_tables, rank_tables = zip(*tables, strict=True)
-    torch.ops.lorafold.routed_delta(
+    run: Callable[..., Any] = torch.ops.lorafold.routed_delta
+    if not _is_traced(x):  # the dispatcher costs as much as all other host work
+        run = _routed_cuda if x.is_cuda else _routed_cpu
+    run(
         x, outs, keys, a_tables, b_tables, scale_tables, rank_tables, max_rank, numerics,
         source, top_k, tile_key, tile_rows, scratch,
     )  # fmt: skip
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether somebody wants to see the operator: a compiler, a mode, a tensor subclass."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return True
+    return _num_modes is None or _num_modes() > 0

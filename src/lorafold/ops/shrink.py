@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lorafold.numerics import SEGMENT
 from lorafold.ops import tiles
-from lorafold.ops.compiled import launch
+from lorafold.ops.compiled import is_aligned, launch
 from lorafold.ops.dot import gemv_total, load_block, mma_chain
 from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
 from lorafold.ops.scratch import num_segments
@@ -25,7 +25,16 @@ from lorafold.ops.scratch import num_segments
 __all__ = ["shrink_kernel", "shrink_triton"]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        "a_tables",
+        "rank_tables",
+        "tile_key_ptr",
+        "tile_rows_ptr",
+        "source_ptr",
+    ],
+)
 def shrink_kernel(
     x_ptr,
     xa_ptr,
@@ -130,6 +139,7 @@ def shrink_triton(
     segments = 1 if gemv else num_segments(k_in)
     launch(
         shrink_kernel,
+        (len(a_tables), k_in, max_rank, x.stride(0), top_k, source is None, is_aligned(x)),
         (tile.programs(num_rows, tile_key), len(a_tables) * rank_blocks, segments),
         (
             x,

@@ -6,6 +6,7 @@ function has a finite set of answers, which `shrink_tiles` and `expand_tiles` li
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -106,6 +107,7 @@ def _row_programs(tile_rows: int, block_rows: int, num_rows: int, tile_key: Tens
     return int(tile_key.shape[0]) * (tile_rows // block_rows)
 
 
+@functools.cache
 def shrink_tile(
     numerics: Numerics, num_tiles: int, tile_rows: int, num_slices: int, k_in: int, max_rank: int
 ) -> ShrinkTile:
@@ -132,6 +134,7 @@ def shrink_tile(
     return ShrinkTile(tile_rows, tile_rows, ranks, 64, 4, 5 if programs <= 264 else 3)
 
 
+@functools.cache
 def expand_tile(
     numerics: Numerics, num_tiles: int, tile_rows: int, columns: int, max_rank: int, segments: int
 ) -> ExpandTile:

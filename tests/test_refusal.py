@@ -1,0 +1,45 @@
+"""Codes and decisions: what may be downgraded, and how a refusal reads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lorafold.errors import AdapterFormatError, AdapterMismatchError
+from lorafold.refusal import DOWNGRADABLE, Decisions, Refusal, listed, refuse
+
+
+def test_codes_are_words_and_differ() -> None:
+    codes = [refusal.value for refusal in Refusal]
+    assert len(set(codes)) == len(codes)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", code) for code in codes)
+    assert len({refusal.meaning for refusal in Refusal}) == len(codes)
+
+
+@pytest.mark.parametrize("refusal", Refusal)
+def test_every_refusal_is_an_error_with_its_code(refusal: Refusal) -> None:
+    error = refuse(refusal, "because", adapter="sql")
+    assert isinstance(error, AdapterFormatError | AdapterMismatchError)
+    assert str(error) == f"`sql`: because [{refusal.value}]"
+    assert (error.code, error.adapter) == (refusal.value, "sql")
+
+
+@pytest.mark.parametrize("refusal", Refusal)
+def test_only_the_downgradable_are_tolerated(refusal: Refusal) -> None:
+    lenient = Decisions("sql", strict=False)
+    if refusal in DOWNGRADABLE:
+        lenient.tolerate(refusal, "because")
+        assert lenient.skipped == [f"{refusal.value}: because"]
+        with pytest.raises((AdapterFormatError, AdapterMismatchError), match="strict=False skips"):
+            Decisions("sql").tolerate(refusal, "because")
+    else:
+        with pytest.raises((AdapterFormatError, AdapterMismatchError)):
+            lenient.tolerate(refusal, "because")
+        assert not lenient.skipped
+
+
+def test_long_lists_and_names_are_cut() -> None:
+    assert listed(["b", "a"]) == "`a`, `b`"
+    assert listed(range(20), limit=2) == "`0`, `1` and 18 more"
+    assert len(listed(["x" * 1000])) == 202
