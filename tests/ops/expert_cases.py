@@ -107,7 +107,7 @@ def make_expert_case(
 ) -> ExpertCase:
     """`ranks` per slot; a few experts of each slot have no adapter or a smaller rank.
 
-    `layer_experts` experts exist in the layer (default num_experts): higher ones are beyond the table.
+    The layer has `layer_experts` (default num_experts): the rest of them is beyond the table.
     """
     generator = torch.Generator().manual_seed(seed)
     pairs = {

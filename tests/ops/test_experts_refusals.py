@@ -1,5 +1,5 @@
-"""Calls of the expert operators that do not fit: refused where the host can see it, with base_out as
-it was; where only the device can, the rows concerned are left alone.
+"""Calls of the expert operators that do not fit: refused where the host can see it, and base_out
+is as it was; where only the device can, the rows concerned are left alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ BAD_GROUPED = [
     ({"sorted_token_ids": [0, 0, 1, 1, 2, 2, 3, -1]}, "given: -1 .. 3"),
     ({"moe_row_adapter": [0, 0, 0, 2]}, "slots below 2, or negative for base; given: 2"),
     ({"moe_row_adapter": [0, 0, 0]}, "must be tokens 0 .. 2; given: 0 .. 3"),
-    ({"row_offset": 5, "row_end": 4}, "window must lie in 0 .. 8; given: row_offset 5, row_end 4"),
-    ({"row_end": 9}, "row_end 9"),
-    ({"row_offset": -1}, "row_offset -1"),
+    ({"row_offset": 5, "row_end": 4}, "window must lie in 0 .. 8; given: 5 .. 4"),
+    ({"row_end": 9}, "given: 0 .. 9"),
+    ({"row_offset": -1}, "given: -1 .. 8"),
     ({"x_gather": 2}, "x_gather must be 0"),
 ]
 

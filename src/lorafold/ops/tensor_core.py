@@ -134,6 +134,7 @@ def _is_ordinary(x: Tensor, w: Tensor, c: Tensor | None, model: TensorCoreModel)
         and x_low + w_low >= _LEAST_TOP
         and c_low - 23 >= _LEAST_TOP - model.bits
         and max(x_high + w_high + 2 + terms.bit_length(), c_high + 1) <= 126
+        and max(x_high, w_high) <= 127  # an infinity or NaN is not
     )
 
 
