@@ -38,7 +38,14 @@ _TABLE_BYTES = 8 + 8 + 4 + 4
 
 @dataclass(frozen=True, eq=False)
 class ExpertRoutes:
-    """The tables of one experts module over keys slot * num_experts + expert."""
+    """The tables of one experts module over keys slot * num_experts + expert.
+
+    Example:
+        >>> shapes = {"mlp.experts": ExpertShape(num_experts=4, hidden=16, inner=8)}
+        >>> routes = ExpertPool(shapes, max_loras=2, max_rank=4).routes("mlp.experts")
+        >>> (routes.gate.k_in, routes.gate.n_out), (routes.down.k_in, routes.down.n_out)
+        ((16, 8), (8, 16))
+    """
 
     gate: MoeExpertRoute
     up: MoeExpertRoute
@@ -332,7 +339,25 @@ class ExpertPool:
                 )
                 raise refuse(Refusal.RANK_ABOVE_MAX, message, adapter=adapter.name)
 
-    def write(self, slot: int, experts: Mapping[str, ExpertLora]) -> None:
+    def pack(self, experts: Mapping[str, ExpertLora]) -> Tensor:
+        """The content of a slot [slot elements] bfloat16 on the host; on CUDA page-locked.
+
+        Args:
+            experts: per experts module, the factors; they must have passed `check`.
+        """
+        elements, _ = _sizes(self._regions)
+        pinned = self.device.type == "cuda"
+        image = torch.zeros(elements, dtype=torch.bfloat16, device="cpu", pin_memory=pinned)
+        for module, lora in experts.items():
+            for part, (a, b, _) in expert_slices(lora, self.shapes[module]).items():
+                at, rank = self._regions[module, part], a.shape[1]
+                at.a.of(image)[:, :rank] = a
+                at.b.of(image)[:, :, :rank] = b
+        return image
+
+    def write(
+        self, slot: int, experts: Mapping[str, ExpertLora], image: Tensor | None = None
+    ) -> None:
         """Make a slot hold these factors and nothing else; `{}` empties it.
 
         The tables are zeroed first and written last: rows that are routed here meanwhile find
@@ -341,25 +366,27 @@ class ExpertPool:
         Args:
             slot: which one.
             experts: per experts module, the factors.
+            image: what `pack` has made of them; None does so here.
         """
         memory = self._memory[slot]
+        entries = self._firsts + slot * self._strides
+        for table in self._tables.values():
+            table.index_fill_(0, entries, 0)
+        if not experts:
+            memory.zero_()
+            return
+        memory.copy_(self.pack(experts) if image is None else image, non_blocking=True)
         columns = {
             name: torch.zeros(len(self._firsts), dtype=table.dtype, device="cpu")
             for name, table in self._tables.items()
         }
-        entries = self._firsts + slot * self._strides
-        for table in self._tables.values():
-            table.index_fill_(0, entries, 0)
-        memory.zero_()
         for module, lora in experts.items():
-            for part, (a, b, scale) in expert_slices(lora, self.shapes[module]).items():
-                at, rank = self._regions[module, part], a.shape[1]
-                at.a.of(memory)[:, :rank].copy_(a)
-                at.b.of(memory)[:, :, :rank].copy_(b)
+            for part, (a, _, scale) in expert_slices(lora, self.shapes[module]).items():
+                at = self._regions[module, part]
                 own = slice(at.column_start, at.column_start + at.num_experts)
                 columns["a_table"][own] = at.a.addresses(memory)
                 columns["b_table"][own] = at.b.addresses(memory)
                 columns["scale_table"][own] = scale
-                columns["rank_table"][own] = rank
+                columns["rank_table"][own] = a.shape[1]
         for name, table in self._tables.items():
             table.index_copy_(0, entries, columns[name].to(self.device))

@@ -88,15 +88,10 @@ def attach(
     moe, experts = MoeTargets(), None
     if max_expert_rank is not None:
         moe = find_moe(model, device, with_experts=max_expert_rank != 0)
-        shapes |= moe.routers
-    if moe.experts and max_expert_rank is not None:
-        experts = ExpertPool(
-            moe.experts,
-            max_loras=max_loras,
-            max_rank=max_expert_rank,
-            device=device,
-            max_bytes=max_expert_bytes,
-        )
+    if moe.experts:
+        sizes = {"max_loras": max_loras, "max_rank": max_expert_rank or 0}
+        experts = ExpertPool(moe.experts, **sizes, device=device, max_bytes=max_expert_bytes)
+    shapes |= moe.routers
     pool = Pool(shapes, max_loras=max_loras, max_rank=max_rank, device=device, experts=experts)
     has_head = any(layer.is_head for layer in layers.values())
     routing = Routing(device, max_loras, has_head=has_head)

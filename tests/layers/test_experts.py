@@ -150,6 +150,8 @@ def test_the_base_is_what_the_experts_of_every_family_compute(family: str) -> No
 def test_a_norm_after_each_expert_is_followed(layer: Layer) -> None:
     inputs = layer.inputs(4)
     base: Any = layer.base
+    if not hasattr(base, "has_post_expert_norm"):
+        pytest.skip("no model of this version of transformers has such a norm")
     plain = run_experts(base, *inputs)
     base.has_post_expert_norm, base.post_expert_norm = True, nn.RMSNorm(TINY.hidden).bfloat16()
     try:

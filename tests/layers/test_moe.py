@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from lorafold.adapter import ExpertShape, TargetShape
 from lorafold.errors import BackendError, ModelError, RouteError
 from lorafold.expert_pool import expert_pool_bytes
+from lorafold.integrations.transformers import register_experts
 from lorafold.layers.experts import RoutedExperts
 from lorafold.layers.moe import find_moe
 from lorafold.layers.router import RoutedRouter
@@ -28,7 +29,7 @@ from tests.moe_models import (
     make_moe,
     router_name,
 )
-from tests.tiny_models import bits, make_model, random_ids
+from tests.tiny_models import bits, make_model, random_ids, write_adapter
 
 CPU = torch.device("cpu")
 
@@ -56,12 +57,17 @@ def test_attaching_shows_changes_no_bits_and_is_undone_exactly(family: str) -> N
     shown, modules = repr(model), dict(model.named_modules())
     state = {key: value.data_ptr() for key, value in model.state_dict().items()}
     plain = model(ids).logits
+    register_experts()
+    model.set_experts_implementation("lorafold")
+    same_sums = model(ids).logits
+    model.set_experts_implementation("grouped_mm")
     lora = attach(model, max_loras=2, max_rank=4, max_expert_rank=2)
     assert sum(isinstance(m, RoutedExperts) for m in model.modules()) == len(experts_of(model))
     assert sum(isinstance(m, RoutedRouter) for m in model.modules()) == len(experts_of(model))
     assert {path for path in lora.targets if ".mlp." in path} >= {*experts_of(model)}
     attached = model(ids).logits
-    # Without adapters, and in a batch of base rows: the same experts, the same bits.
+    # Without adapters, and in a batch of base rows: the plain model with the same sums of experts.
+    assert torch.equal(bits(attached), bits(same_sums))
     with lora.rows([None, None]):
         assert torch.equal(bits(model(ids).logits), bits(attached))
     torch.testing.assert_close(attached, plain, rtol=5e-2, atol=5e-2)
@@ -237,8 +243,6 @@ def test_routers_that_are_not_followed_are_no_targets(kind: str) -> None:
 
 
 def test_a_router_whose_forward_is_replaced_later_is_an_error(tmp_path: Any) -> None:
-    from tests.tiny_models import write_adapter
-
     model = make_moe("mixtral")
     folder = write_adapter(model, tmp_path / "a", [], rank=2, target_parameters=["mlp.gate.weight"])
     lora = attach(copy.deepcopy(model), max_expert_rank=0)

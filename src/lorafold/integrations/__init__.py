@@ -1,0 +1,1 @@
+"""Where lorafold meets other libraries, one file or folder each."""

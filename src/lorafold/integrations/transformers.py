@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lorafold.errors import BackendError, ModelError
+from lorafold.layers.experts import run_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_model", "load_tokenizer"]
+__all__ = ["load_model", "load_tokenizer", "register_experts"]
 
 
 def load_model(
@@ -44,8 +45,13 @@ def load_model(
     Example:
         >>> import tempfile
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
-        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> config = LlamaConfig(
+        ...     vocab_size=8,
+        ...     hidden_size=16,
+        ...     intermediate_size=16,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     LlamaForCausalLM(config).save_pretrained(folder)
         ...     model = load_model(folder)
@@ -90,12 +96,50 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check(path: str | Path) -> None:
+def register_experts() -> None:
+    """Make "lorafold" an experts implementation that models of transformers can be set to.
+
+    Attaching does not need it. It is for a plain model that is compared, bit by bit, with the base
+    rows of an attached one: both then sum the products of experts in the same way.
+
+    Raises:
+        BackendError: if transformers is not installed.
+
+    Example:
+        >>> register_experts()
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(
+        ...     vocab_size=8,
+        ...     hidden_size=16,
+        ...     intermediate_size=8,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ...     num_key_value_heads=1,
+        ...     num_local_experts=4,
+        ... )
+        >>> model = MixtralForCausalLM(config)
+        >>> model.set_experts_implementation("lorafold")
+        >>> model.get_experts_implementation()
+        {'': 'lorafold'}
+
+    Source: the experts interface of transformers.
+    """
+    _require_transformers()
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("lorafold", run_experts)
+
+
+def _require_transformers() -> None:
     if importlib.util.find_spec("transformers") is None:
         raise BackendError(
             "models are loaded by transformers, which is not installed\n"
             "hint: pip install 'lorafold[transformers]'"
         )
+
+
+def _check(path: str | Path) -> None:
+    _require_transformers()
     # transformers would load the base model and graft the adapter on it.
     if (Path(path) / "adapter_config.json").is_file():
         raise ModelError(

@@ -1,0 +1,1 @@
+"""Operators inside modules: what takes the place of a model's layers."""

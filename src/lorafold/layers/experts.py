@@ -34,7 +34,17 @@ __all__ = ["Deltas", "ExpertPlans", "RoutedExperts", "run_experts"]
 
 
 class Deltas(Protocol):
-    """What is added to the products of expert-sorted rows."""
+    """What is added to the products of expert-sorted rows.
+
+    Example:
+        >>> class Nothing:
+        ...     def to_gate_up(self, gate_up: Tensor, rows: ExpertRows) -> Tensor:
+        ...         return gate_up
+        ...
+        ...     def to_down(self, inner: Tensor, out: Tensor, rows: ExpertRows) -> None:
+        ...         pass
+        >>> nothing: Deltas = Nothing()
+    """
 
     def to_gate_up(self, gate_up: Tensor, rows: ExpertRows) -> Tensor:
         """gate_up [num_rows, 2 * inner], in the order of the base's outputs, with the deltas."""
@@ -62,6 +72,24 @@ def run_experts(
 
     Returns:
         [num_tokens, hidden], dtype of hidden_states.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(
+        ...     vocab_size=8,
+        ...     hidden_size=16,
+        ...     intermediate_size=8,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ...     num_key_value_heads=1,
+        ...     num_local_experts=4,
+        ... )
+        >>> module = MixtralForCausalLM(config).bfloat16().model.layers[0].mlp.experts
+        >>> x, index = torch.ones(3, 16).bfloat16(), torch.tensor([[0, 1], [1, 2], [0, 3]])
+        >>> weights = torch.full((3, 2), 0.5)
+        >>> ours, theirs = run_experts(module, x, index, weights), module(x, index, weights)
+        >>> torch.allclose(ours, theirs, atol=1e-2)
+        True
     """
     num_tokens, top_k = top_k_index.shape
     rows = sort_by_expert(top_k_index, module.num_experts)
@@ -96,6 +124,24 @@ class RoutedExperts(StandIn):
         routing: the slots of the current forward's tokens, shared by the whole model.
         plans: shared by all experts of the model.
         name: the path in the model, for messages.
+
+    Example:
+        >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+        >>> from lorafold.runtime import attach
+        >>> config = Qwen3MoeConfig(
+        ...     vocab_size=8,
+        ...     hidden_size=16,
+        ...     moe_intermediate_size=8,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ...     num_key_value_heads=1,
+        ...     head_dim=8,
+        ...     num_experts=4,
+        ...     num_experts_per_tok=2,
+        ... )
+        >>> lora = attach(Qwen3MoeForCausalLM(config).bfloat16(), max_expert_rank=2)
+        >>> type(lora.model.model.layers[0].mlp.experts).__name__
+        'RoutedExperts'
     """
 
     def __init__(
@@ -113,7 +159,7 @@ class RoutedExperts(StandIn):
         self.plans = plans
         self.name = name
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As `run_experts`.
 
         Raises:
@@ -173,9 +219,20 @@ class _RoutedDeltas:
 
 
 class ExpertPlans:
-    """Buffers for the plans of expert rows, shared by all experts of a model: one layer after the
-    other refills them. They keep their addresses from step to step while the shape stays, and for
-    ever where a CUDA graph was captured with them.
+    """Buffers for the plans of expert rows, shared by all experts of a model.
+
+    One layer after the other refills them. They keep their addresses from step to step while the
+    shape stays, and for ever where a CUDA graph was captured with them.
+
+    Example:
+        >>> from lorafold.ops import LoraPair, make_plan
+        >>> a, b = torch.ones(4, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+        >>> pairs = {(0, 1): LoraPair(a, b, 1.0)}
+        >>> route = MoeExpertRoute.from_pairs(pairs, max_loras=1, num_experts=2)
+        >>> seq_slot = torch.zeros(3, dtype=torch.int32)
+        >>> rows, plans = Rows(seq_slot, make_plan(seq_slot, 1)), ExpertPlans()
+        >>> plans.buffers(rows, 6, route) is plans.buffers(rows, 6, route)
+        True
     """
 
     def __init__(self) -> None:
@@ -189,7 +246,9 @@ class ExpertPlans:
             self._rows, self._plans = rows, {}
         sizes = (num_rows, route.num_keys)
         if sizes not in self._plans:
-            self._plans[sizes] = Plan.empty(*sizes, route.device)
+            # Tensors made in inference mode could not be written outside it.
+            with torch.inference_mode(False):
+                self._plans[sizes] = Plan.empty(*sizes, route.device)
         plan = self._plans[sizes]
         if route.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(plan)

@@ -33,6 +33,10 @@ class ExpertRows:
         tokens: [num_rows] int32, the token of each sorted row.
         experts: [num_rows], the expert of each sorted row.
         offsets: [num_experts + 1] int32: expert e has the sorted rows offsets[e] .. offsets[e + 1].
+
+    Example:
+        >>> sort_by_expert(torch.tensor([[1], [0]]), num_experts=2).order.tolist()
+        [1, 0]
     """
 
     order: Tensor

@@ -94,12 +94,7 @@ def find_moe(model: nn.Module, device: torch.device, *, with_experts: bool = Tru
         raise ModelError(
             f"{type(model).__name__} has no routed experts; hint: leave out max_expert_rank"
         )
-    routers: dict[str, Any] = {
-        f"{block}.{name}" if block else name: child
-        for block, num_experts in _blocks(experts).items()
-        for name, child in model.get_submodule(block).named_children()
-        if _is_router(child, num_experts)
-    }
+    routers = _routers(model, experts)
     calls = _probe(model, {**experts, **routers})
     unfit = {
         path: why
@@ -131,6 +126,15 @@ def wrap_moe(model: nn.Module, targets: MoeTargets, pool: Pool, routing: Routing
         targets: what to wrap.
         pool: has routes for all of it.
         routing: shared by the whole model.
+
+    Example:
+        >>> pool = Pool({"lm_head": TargetShape(8, 8)}, max_loras=1, max_rank=1)
+        >>> model = nn.Sequential(nn.Linear(8, 8))
+        >>> wrap_moe(model, MoeTargets(), pool, Routing(pool.device, 1))  # nothing to wrap
+        >>> model
+        Sequential(
+          (0): Linear(in_features=8, out_features=8, bias=True)
+        )
     """
     plans = ExpertPlans()
     for path in targets.routers:
@@ -150,11 +154,13 @@ def _is_experts(module: nn.Module) -> bool:
     return stacked or type(module).__name__.endswith("Experts")
 
 
-def _blocks(experts: Mapping[str, Any]) -> dict[str, int]:
-    """The modules around the experts, with the number of experts."""
+def _routers(model: nn.Module, experts: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands beside the experts and has a weight of their number of rows."""
     return {
-        path.rpartition(".")[0]: getattr(module, "num_experts", 0)
-        for path, module in experts.items()
+        f"{block}.{name}" if block else name: child
+        for block, module in ((path.rpartition(".")[0], m) for path, m in experts.items())
+        for name, child in model.get_submodule(block).named_children()
+        if _is_router(child, getattr(module, "num_experts", 0))
     }
 
 

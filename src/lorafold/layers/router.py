@@ -83,6 +83,20 @@ class RoutedRouter(StandIn):
         route: the tables over slots of this target.
         routing: the slots of the current forward's tokens, shared by the whole model.
         name: the target's path in the model, for messages.
+
+    Example:
+        >>> from lorafold.route import LoraPair
+        >>> class Router(nn.Module):
+        ...     weight = torch.eye(2, 4).bfloat16()
+        ...
+        ...     def forward(self, x: Tensor) -> Tensor:
+        ...         return F.linear(x, self.weight).argmax(dim=-1)
+        >>> a, b = torch.ones(1, 4).bfloat16(), torch.tensor([[0.0], [1.0]]).bfloat16()
+        >>> routing = Routing(torch.device("cpu"), max_loras=1)
+        >>> router = RoutedRouter(Router(), LoraRoute.from_pairs([LoraPair(a, b, 1.0)]), routing)
+        >>> routing.begin([-1, 0])
+        >>> router(torch.tensor([[2.0, 1.0, 0.0, 0.0]] * 2).bfloat16()).tolist()
+        [0, 1]
     """
 
     def __init__(
@@ -93,7 +107,7 @@ class RoutedRouter(StandIn):
         self.routing = routing
         self.name = name
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Whatever the router takes and gives.
 
         Raises:

@@ -2,9 +2,9 @@
 
 `MultiLora` begins and ends a routing and tells it the shape of every forward; `RoutedLinear` reads
 it. Sequences either have a row of the batch each, or are packed one after the other into one row
-(`begin_packed`). Slots stand in buffers at fixed addresses: a CUDA graph that was captured inside a routing reads
-what the latest step of its shape wrote, and nothing but base rows once the routing has ended.
-Nothing here knows adapters or names.
+(`begin_packed`). Slots stand in buffers at fixed addresses: a CUDA graph that was captured inside a
+routing reads what the latest step of its shape wrote, and nothing but base rows once the routing
+has ended. Nothing here knows adapters or names.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class Routing:
             return
         if self._is_packed:
             raise RouteError(
-                f"slots were given for a packed forward of {self._shape} (sequences, tokens, kept); "
-                f"the forward has {shape}"
+                f"slots were given for a packed forward of {self._shape}, the forward has {shape} "
+                "(sequences, tokens, kept)"
             )
         repeats, rest = divmod(num_sequences, len(self._slots))
         if rest or repeats < 1 or (repeats > 1 and not self._may_repeat):
