@@ -76,8 +76,6 @@ class Bench:
 
     def attached(self, order: Sequence[str] | None = None, **sizes: Any) -> Any:
         settings = {"max_loras": 5, "max_rank": 8, "max_expert_rank": 5} | sizes
-        if self.family == "deepseek_v3":  # its kv_b_proj sees the whole cache when decoding
-            settings["targets"] = ["q_a_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj"]
         lora = attach(copy.deepcopy(self.plain), **settings)
         for name in order or self.folders:
             lora.load(name, self.folders[name])

@@ -37,7 +37,7 @@ def _cancelling(t: Tensor, dim: int) -> Tensor:
     whose bits show any other order of additions."""
     half = t.shape[dim] // 2
     first, second = t.narrow(dim, 0, half), t.narrow(dim, half, half)
-    lonely = torch.arange(half) % 5 == 4
+    lonely = torch.arange(half) % 3 == 0
     first[:, lonely] *= 2.0**-18
     second.copy_(-first)
     second[:, lonely] = 0

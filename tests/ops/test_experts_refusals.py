@@ -173,7 +173,7 @@ def test_what_only_the_device_can_see_leaves_its_row_alone(device: str, numerics
 
 def test_offsets_that_only_the_device_can_see_are_broken_touch_nothing(device: str) -> None:
     case = make_expert_case(6, 2, 3, [5, 8], 24, 16, 8, device=device)
-    case.offsets[1], case.offsets[2] = case.offsets[2] + 1, case.offsets[1]
+    case.offsets[1], case.offsets[2] = int(case.offsets[2]) + 1, int(case.offsets[1])
     before = case.out_buffer.clone()
     grouped_by_kernels(case, case.out, "gemv", 1)
     assert_same_bits(case.out_buffer, before)

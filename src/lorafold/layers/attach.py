@@ -1,8 +1,9 @@
 """Find the linear layers of a model that can be targets, and swap them for routed ones and back.
 
-What can be a target is not guessed from classes: the model is run once on a few tokens, and a layer
-qualifies if that forward called it once, with one row per token. So a layer whose weight is read
-around its `forward`, or that sees a selection of the rows, is never wrapped by mistake.
+What can be a target is not guessed from classes: the model is run on a few tokens, and a layer
+qualifies if a forward calls it once, with one row per token, also when decoding with a filled KV
+cache. So a layer whose weight is read around its `forward`, that sees a selection of the rows, or
+that is applied to the whole cache at every step, is never wrapped by mistake.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class TargetLayer:
 def find_targets(
     model: nn.Module, targets: Sequence[str] | str | None = None
 ) -> dict[str, TargetLayer]:
-    """The layers to wrap, by path. Runs the model once on six tokens and changes nothing.
+    """The layers to wrap, by path. Runs the model on a few tokens and changes nothing.
 
     Args:
         model: a causal language model of transformers, in bfloat16, on one device.
@@ -91,6 +92,7 @@ def find_targets(
     calls = _probe(model, linears)
     unfit = {path: why for path, m in linears.items() if (why := _why_unfit(m, calls[path]))}
     head = _output_head(model)
+    unfit |= _probe_decoding(model, {p: m for p, m in linears.items() if m is not head}, unfit)
     if targets is None or targets == "all-linear":
         chosen = [path for path, m in linears.items() if path not in unfit and m is not head]
         refused = [] if chosen else list(unfit)
@@ -258,8 +260,45 @@ def _probe(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, list
     return calls
 
 
-def run_probe(model: nn.Module) -> None:
+def _probe_decoding(
+    model: nn.Module, linears: Mapping[str, nn.Module], unfit: Mapping[str, str]
+) -> dict[str, str]:
+    """Generate two tokens; why layers that see other rows than the tokens cannot be targets."""
+    reasons: dict[str, str] = {}
+    num_rows = 0
+
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal num_rows
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        num_rows = ids.numel() if isinstance(ids, Tensor) else 0
+
+    def watch(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            if num_rows and args[0].numel() != num_rows * args[0].shape[-1]:
+                reasons[path] = (
+                    f"decoding applies it to {args[0].numel() // args[0].shape[-1]} rows where "
+                    f"{num_rows} tokens are"
+                )
+
+        return hook
+
+    if not callable(getattr(model, "generate", None)):
+        return reasons
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(count, with_kwargs=True).remove)
+        for path, module in linears.items():
+            if path not in unfit:
+                stack.callback(module.register_forward_hook(watch(path)).remove)
+        run_probe(model, decode=True)
+    return reasons
+
+
+def run_probe(model: nn.Module, *, decode: bool = False) -> None:
     """Run the model on `PROBE_TOKENS` tokens, for hooks to see; it leaves no trace.
+
+    Args:
+        model: a causal language model of transformers.
+        decode: generate two tokens after them.
 
     Raises:
         ModelError: if that is not possible.
@@ -275,7 +314,17 @@ def run_probe(model: nn.Module) -> None:
     # A model in training mode draws its dropout; the caller's random numbers stay as they were.
     with torch.no_grad(), torch.random.fork_rng(gpus):
         try:
-            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+            if decode:
+                model.generate(  # type: ignore[operator]
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    min_new_tokens=2,
+                    max_new_tokens=2,
+                    pad_token_id=0,
+                )
+            else:
+                model(input_ids=ids, attention_mask=torch.ones_like(ids))
         except Exception as error:
             raise ModelError(
                 f"{type(model).__name__} cannot run on plain tokens, which attaching needs: {error}"

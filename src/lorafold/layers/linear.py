@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lorafold.errors import RouteError
 from lorafold.layers.routing import Routing, Rows
 from lorafold.ops import apply_lora_bgmv
+from lorafold.ops.levers import NO_FFN
 from lorafold.route import LoraRoute
 
 __all__ = ["RoutedLinear", "SharedInput"]
@@ -67,6 +68,7 @@ class RoutedLinear(nn.Module):
         self.name = name
         self.is_head = is_head
         self.shared: SharedInput | None = None
+        self._is_off = NO_FFN and _is_feed_forward(name)
         self.training = base.training
 
     @property
@@ -102,7 +104,7 @@ class RoutedLinear(nn.Module):
             RouteError: if x has another number of rows than the forward, or is not bfloat16.
         """
         rows = self.routing.head_rows if self.is_head else self.routing.rows
-        if rows is None:
+        if rows is None or self._is_off:
             out: Tensor = self.base(x)
             return out
         # A compiler sees no versions of tensors, and an inference tensor has none.
@@ -160,6 +162,14 @@ class SharedInput:
             return False
         source, version, source_rows = self._source
         return source is x and version == x._version and source_rows is rows
+
+
+def _is_feed_forward(name: str) -> bool:
+    """Whether `LORAFOLD_NO_FFN` means this target: feed-forward layers, and a GDN's out_proj."""
+    segments = set(name.split("."))
+    return bool(segments & {"mlp", "feed_forward", "block_sparse_moe"}) or name.endswith(
+        "linear_attn.out_proj"
+    )
 
 
 def _routed_outputs(layers: Sequence[RoutedLinear], x: Tensor, rows: Rows) -> list[Tensor]:
