@@ -42,7 +42,8 @@ class TensorCoreModel:
 HOPPER = TensorCoreModel(step=16, bits=25)
 
 # Compute capability -> model. 9.0 was measured by us; the others are published, and
-# `lorafold verify` asks the device at hand.
+# `lorafold verify` asks the device at hand. Only measured ones get "mma" by default.
+_MEASURED = frozenset({(9, 0)})
 _MODELS = {
     (8, 0): TensorCoreModel(step=8, bits=24),
     (8, 6): TensorCoreModel(step=8, bits=24),
@@ -61,7 +62,7 @@ def device_model(device: torch.device) -> TensorCoreModel | None:
 
 
 def default_numerics(device: torch.device) -> Numerics:
-    """The numerics of a device: "mma" on a GPU whose tensor cores are known, else "gemv".
+    """The numerics of a device: "mma" on a GPU whose tensor cores were measured, else "gemv".
 
     The environment variable ``LORAFOLD_NUMERICS`` overrides it.
 
@@ -75,7 +76,9 @@ def default_numerics(device: torch.device) -> Numerics:
     chosen = os.environ.get("LORAFOLD_NUMERICS", "").strip().lower()
     if chosen:
         return resolve(chosen, device)
-    return "mma" if device_model(device) is not None else "gemv"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) in _MEASURED:
+        return "mma"
+    return "gemv"
 
 
 def resolve(numerics: str | None, device: torch.device) -> Numerics:

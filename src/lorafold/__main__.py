@@ -1,0 +1,6 @@
+"""`python -m lorafold` is `lorafold`."""
+
+from lorafold.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Checks of the kernels, for CUDA devices: against the CPU, in any tile, and inside CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lorafold import ops
+from lorafold.numerics import SEGMENT, Numerics
+from lorafold.ops import tiles
+from lorafold.verify.apply import device_tensor, fold_rows, model_of, poisoned, route, truth
+from lorafold.verify.case import Case
+from lorafold.verify.check import Sides
+
+__all__ = ["device_is_cpu", "graph_replays", "tile_sizes"]
+
+
+def device_is_cpu(case: Case, device: torch.device) -> Sides:
+    """The kernels, and the CPU reference at the true ranks."""
+    model = model_of(device)
+    assert model is not None  # the check needs it
+    return fold_rows(case, device), truth(case, model)
+
+
+def graph_replays(case: Case, device: torch.device) -> Sides:
+    """Replays of one CUDA graph, each with other slots and rows, and calls without a graph."""
+    tables = route(case, device)
+    x, out = device_tensor(case["x"], device), device_tensor(case["out"], device)
+    slots = device_tensor(case["slots"], device)
+    num_rows = x.shape[0]
+    size = ops.scratch_bytes(num_rows, 1, tables.k_in, tables.max_rank)
+    scratch = torch.empty(size, dtype=torch.uint8, device=device)
+    plan = ops.make_plan(slots, tables.max_loras)
+
+    def step() -> None:
+        ops.make_plan(slots, tables.max_loras, plan=plan)
+        ops.apply_lora_bgmv(
+            tables, x, out, slots, plan=plan, numerics=case.numerics, scratch=scratch
+        )
+
+    step()  # compiles; a capture must not
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    computed, expected = [], []
+    for turn in range(4):
+        other = case.changed(
+            slots=(case["slots"].roll(turn) if turn < 3 else torch.full_like(case["slots"], -1)),
+            x=case["x"].roll(turn, 0),
+        )
+        for buffer, name in ((x, "x"), (out, "out"), (slots, "slots")):
+            buffer.copy_(other[name])
+        graph.replay()
+        computed.append(out.cpu())
+        expected.append(fold_rows(other, device, tables=tables))
+    return torch.stack(computed), torch.stack(expected)
+
+
+def tile_sizes(case: Case, device: torch.device) -> Sides:
+    """Every candidate of block sizes, warps and stages, and what the library chooses."""
+    tables = route(case, device)
+    computed = [
+        _folded(case, device, tables, tile_rows, shrink, expand)
+        for tile_rows in (16, 32, 64)
+        for shrink, expand in _candidates(case.numerics, tile_rows, tables)
+    ]
+    expected = fold_rows(case, device, tables=tables)
+    return torch.stack(computed), expected.expand(len(computed), -1, -1)
+
+
+def _candidates(
+    numerics: Numerics, tile_rows: int, tables: ops.LoraRoute
+) -> list[tuple[tiles.ShrinkTile | None, tiles.ExpandTile | None]]:
+    """(shrink, expand) for tiles of a height; None is what the library chooses."""
+    if tile_rows == 32:
+        return [(None, None)]
+    if numerics == "gemv":
+        return [(None, None), *_gemv_candidates(tile_rows, tables)]
+    return [(None, None), *_mma_candidates(tile_rows, tables)]
+
+
+def _power_of_2(n: int, least: int, most: int) -> int:
+    return max(least, min(most, 1 << (n - 1).bit_length()))
+
+
+def _gemv_candidates(
+    tile_rows: int, tables: ops.LoraRoute
+) -> list[tuple[tiles.ShrinkTile, tiles.ExpandTile]]:
+    """One lane per 8 elements: K and the rank decide the lanes, the rest is free."""
+    of_k = 8 * _power_of_2(-(-tables.k_in // 8), 8, 64)
+    of_rank = 8 * _power_of_2(-(-tables.max_rank // 8), 8, 64)
+    sizes = (((1, 8, 4), (16, 4, 4)), ((8, 2, 8), (2, 8, 2)))
+    return [
+        (
+            tiles.ShrinkTile(tile_rows, rows, ranks, of_k, warps, 2),
+            tiles.ExpandTile(tile_rows, out_rows, cols, 1, of_rank, out_warps, 1),
+        )
+        for (rows, ranks, warps), (out_rows, cols, out_warps) in sizes
+    ]
+
+
+def _mma_candidates(
+    tile_rows: int, tables: ops.LoraRoute
+) -> list[tuple[tiles.ShrinkTile, tiles.ExpandTile]]:
+    """Several column blocks need a block of k that holds the rank.
+
+    The numbers are ranks, k, warps, stages; and columns, blocks, k, warps, stages.
+    """
+    whole = _power_of_2(tables.max_rank, 16, 1024)
+    sizes = [
+        ((16, 32, 1, 1), (16, 1, whole, 1, 1)),
+        ((64, 64, 4, 3), (128, 1, whole, 8, 1)),
+        ((32, 128, 4, 4), (64, 1, 16, 4, 1)),
+        ((64, 16, 8, 2), (64, 4, whole, 4, 3)),
+    ]
+    if tables.k_in >= SEGMENT and tile_rows == 16:
+        sizes.append(((16, SEGMENT, 2, 1), (32, 2, whole, 4, 2)))
+    return [
+        (
+            tiles.ShrinkTile(tile_rows, tile_rows, *shrink),
+            tiles.ExpandTile(tile_rows, tile_rows, *expand),
+        )
+        for shrink, expand in sizes
+    ]
+
+
+def _folded(
+    case: Case,
+    device: torch.device,
+    tables: ops.LoraRoute,
+    tile_rows: int,
+    shrink: tiles.ShrinkTile | None,
+    expand: tiles.ExpandTile | None,
+) -> Tensor:
+    """One call of the kernels with given tiles, and scratch that is poisoned."""
+    from lorafold.ops.group import group_triton
+    from lorafold.ops.launch import routed_triton
+
+    x, out = device_tensor(case["x"], device), device_tensor(case["out"], device)
+    plan = _plan(x.shape[0], tables.max_loras, tile_rows, device)
+    size = ops.scratch_bytes(x.shape[0], 1, tables.k_in, tables.max_rank)
+    scratch = poisoned(size // 2, device=device).view(torch.uint8)
+    group_triton(device_tensor(case["slots"], device), plan)
+    routed_triton(
+        x,
+        (out,),
+        ((tables.a_table,), (tables.b_table,), (tables.scale_table,), (tables.rank_table,)),
+        tables.max_rank,
+        case.numerics,
+        None,
+        1,
+        plan.tile_key,
+        plan.tile_rows,
+        scratch,
+        shrink=shrink,
+        expand=expand,
+    )
+    return out.cpu()
+
+
+def _plan(num_rows: int, num_keys: int, tile_rows: int, device: torch.device) -> ops.Plan:
+    """An empty plan whose tiles have the given height."""
+    num_tiles = tiles.max_tiles(num_rows, num_keys, tile_rows)
+
+    def unused(size: int) -> Tensor:
+        return torch.full((size,), -1, dtype=torch.int32, device=device)
+
+    return replace(
+        ops.Plan.empty(num_rows, num_keys, device),
+        block_rows=tile_rows,
+        tile_key=unused(num_tiles),
+        tile_rows=unused(num_tiles * tile_rows),
+    )

@@ -1,0 +1,78 @@
+"""A picture of a report: per check, what was compared and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lorafold.errors import BackendError, LoraError
+from lorafold.verify.report import Line, Report
+
+__all__ = ["plot"]
+
+_COLOURS = {"gemv": "#4477aa", "mma": "#66ccee"}
+_DIFFERS = "#cc3311"
+
+
+def plot(report: Report, path: str | Path) -> None:
+    """Draw elements compared (bars) and differences (in red) by check; needs matplotlib.
+
+    Args:
+        report: what to draw.
+        path: the picture; its ending chooses the format.
+
+    Raises:
+        BackendError: if matplotlib is not installed.
+        LoraError: if the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            "a picture is drawn by matplotlib, which is not installed\nhint: pip install matplotlib"
+        ) from error
+    lines = [line for line in report.lines if line.status != "skipped"]
+    checks = list(dict.fromkeys(line.check for line in lines))
+    figure = Figure(figsize=(9, 1.2 + 0.34 * len(checks)), layout="constrained")
+    axes = figure.add_subplot()
+    for numerics, shift in (("gemv", -0.2), ("mma", 0.2)):
+        some = [line for line in lines if line.numerics == numerics]
+        places = [checks.index(line.check) + shift for line in some]
+        axes.barh(
+            places,
+            [line.elements for line in some],
+            height=0.38,
+            color=[_COLOURS[numerics] if line.status == "same" else _DIFFERS for line in some],
+            label=numerics,
+        )
+        for place, line in zip(places, some, strict=True):
+            axes.annotate(
+                _label(line), (max(line.elements, 1), place), xytext=(4, 0),
+                textcoords="offset points", va="center", fontsize=7,
+            )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xlim(left=1, right=20 * max([line.elements for line in lines] + [1]))
+    axes.set_yticks(range(len(checks)), checks)
+    axes.invert_yaxis()
+    axes.set_xlabel("outputs compared (red: some differ)")
+    axes.set_title(_title(report), fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len({line.numerics for line in lines}) > 1:
+        axes.legend(frameon=False, loc="lower right")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise LoraError(f"the picture cannot be written to `{path}`: {error}") from error
+
+
+def _label(line: Line) -> str:
+    return "error" if line.status == "error" else f"{line.differences:,} differ"
+
+
+def _title(report: Report) -> str:
+    parts: Sequence[str] = (
+        f"{report.machine.device} ({report.machine.name})",
+        f"{report.elements:,} compared",
+        f"{report.differences:,} differ",
+    )
+    return ", ".join(parts)
