@@ -78,7 +78,7 @@ def attach(
         >>> lora.targets
         ('model.layers.0.self_attn.q_proj', 'model.layers.0.self_attn.v_proj')
         >>> ids = torch.tensor([[1, 2, 3]])
-        >>> lora.generate(ids, adapters=[None], max_new_tokens=2, pad_token_id=0).shape
+        >>> lora.generate(ids, adapters=[None], min_new_tokens=2, max_new_tokens=2).shape
         torch.Size([1, 5])
         >>> lora.detach()
     """

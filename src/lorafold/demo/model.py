@@ -44,7 +44,7 @@ def smollm2_path() -> Path:
         ModelError: if the package is not installed, or does not hold exactly one GGUF file.
 
     Example:
-        >>> from lorafold.demo_model import smollm2_path
+        >>> from lorafold.demo.model import smollm2_path
         >>> smollm2_path().name  # doctest: +SKIP
         'SmolLM2-135M-Instruct.Q4_1.gguf'
     """
@@ -88,7 +88,7 @@ def load_smollm2(
             gguf is not installed; if the file does not turn into a complete model.
 
     Example:
-        >>> from lorafold.demo_model import load_smollm2
+        >>> from lorafold.demo.model import load_smollm2
         >>> model, tokenizer = load_smollm2()  # doctest: +SKIP
         >>> model.config.num_hidden_layers, model.dtype  # doctest: +SKIP
         (30, torch.bfloat16)

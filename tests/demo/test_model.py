@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorafold.demo_model import SMOLLM2_NAME, load_smollm2, smollm2_path
+from lorafold.demo.model import SMOLLM2_NAME, load_smollm2, smollm2_path
 from lorafold.errors import ModelError
 
 needs_smollm2 = pytest.mark.skipif(
