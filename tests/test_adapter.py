@@ -47,6 +47,8 @@ def test_delta_norm_is_that_of_the_product() -> None:
     [
         (half(4, 16).float(), half(8, 4), 1.0, "shape"),
         (half(16, 4).T, half(8, 4), 1.0, "shape"),
+        (half(4, 32)[:, :16], half(8, 4), 1.0, "shape"),
+        (half(4, 16), half(4, 8).T, 1.0, "shape"),
         (half(4, 16), half(8, 5), 1.0, "shape"),
         (half(4, 16), half(2, 8, 4), 1.0, "shape"),
         (half(0, 16), half(8, 0), 1.0, "empty-factor"),
@@ -57,6 +59,13 @@ def test_factors_that_do_not_fit_are_refused(a: Any, b: Any, scale: float, code:
     with pytest.raises(AdapterFormatError) as caught:
         LoraWeights(a, b, scale)
     assert caught.value.code == code
+
+
+def test_rows_of_b_may_be_apart() -> None:
+    b = half(8, 6)[:, :4]
+    assert LoraWeights(half(4, 16), b, 1.0).b is b
+    with pytest.raises(AdapterFormatError):
+        ExpertWeights(half(3, 4, 16), half(3, 8, 6)[:, :, :4], 1.0)
 
 
 def test_an_adapter_needs_a_name_and_a_target() -> None:
@@ -74,6 +83,8 @@ def test_an_adapter_keeps_its_own_mapping_and_knows_its_rank() -> None:
     weights.clear()
     assert list(adapter.weights) == ["lm_head"]
     assert adapter.rank == 6
+    assert adapter.expert_bytes == 2 * 3 * (6 * 16 + 8 * 6)
+    assert adapter.nbytes == adapter.expert_bytes + 2 * (4 * 16 + 8 * 4)
     assert adapter.report == LoadReport()
     with pytest.raises(TypeError):
         adapter.weights["other"] = adapter.weights["lm_head"]  # type: ignore[index]

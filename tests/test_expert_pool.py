@@ -282,6 +282,21 @@ def test_an_adapter_in_use_keeps_its_experts_until_it_is_released() -> None:
     assert_holds(experts, slot, {})
 
 
+def test_a_packed_adapter_brings_its_experts() -> None:
+    pool, experts = make_both()
+    packed = pool.pack(adapter("a", 1))
+    assert packed.nbytes == pool.image_bytes + packed.expert_bytes
+    assert pool.place(packed) == 0
+    assert_holds(experts, 0, both(1))
+    written = experts._memory[0].clone()
+    experts.write(0, {})
+    experts.write(0, packed.experts, experts.pack(packed.experts))
+    assert torch.equal(experts._memory[0], written)
+    # What was packed for the same targets may still have experts that do not fit.
+    with pytest.raises(AdapterMismatchError):
+        Pool(DENSE, max_loras=2, max_rank=4).place(packed)
+
+
 def test_nothing_is_placed_if_the_experts_do_not_fit() -> None:
     pool, experts = make_both()
     pool.place(adapter("a", 1))

@@ -146,12 +146,52 @@ def test_the_pool_does_what_a_plain_model_of_it_does() -> None:
 def test_a_ledger_without_tensors_follows_the_same_rules() -> None:
     ledger = SlotLedger(2)
     for name in "ab":
-        ledger.occupy(ledger.choose(name), name)
+        assert ledger.occupy(ledger.begin(name)) is None
     assert ledger.acquire("a") == 0
-    assert ledger.choose("c") == 1
-    assert ledger.choose("a") == 1
-    ledger.occupy(1, "a")
+    assert ledger.begin("c") == 1
     assert ledger.names() == ("a",)
+    ledger.vacate(1)
+    assert ledger.begin("a") == 1
+    assert ledger.slot("a") == 0  # until the new one is there
+    assert ledger.occupy(1) is None
+    assert (ledger.names(), ledger.slot("a")) == (("a",), 1)
     assert ledger.release(0) == 0
     with pytest.raises(RouteError):
         ledger.release(0)
+
+
+def test_a_slot_that_is_being_written_is_nobodys() -> None:
+    ledger = SlotLedger(2)
+    ledger.occupy(ledger.begin("a"))
+    ledger.pin("a", is_pinned=True)
+    assert ledger.begin("a") == 0
+    assert ledger.is_arriving("a")
+    assert not ledger.is_arriving("b")
+    with pytest.raises(AdapterNotFoundError):
+        ledger.acquire("a")
+    with pytest.raises(RouteError, match="slot 0 holds no adapter"):
+        ledger.generation_in(0)
+    with pytest.raises(RouteError, match="not in use"):
+        ledger.release(0)
+    assert ledger.begin("b") == 1
+    with pytest.raises(PoolFullError):
+        ledger.begin("c")
+    for index in (0, 1):
+        assert ledger.occupy(index) is None
+    assert ledger.generation_in(1) > ledger.generation_in(0) > 1
+    # The pin of the name has stayed.
+    assert ledger.begin("c") == 1
+
+
+def test_a_name_that_is_written_again_is_the_old_one_until_then() -> None:
+    ledger = SlotLedger(2)
+    ledger.occupy(ledger.begin("a"))
+    assert ledger.acquire("a") == 0
+    index = ledger.begin("a")
+    assert (index, ledger.acquire("a")) == (1, 0)
+    assert not ledger.is_arriving("a")
+    ledger.release(0)
+    ledger.release(0)
+    # Its last user has gone before the new one is there: somebody must empty the slot.
+    assert ledger.occupy(index) == 0
+    assert ledger.slot("a") == 1

@@ -78,10 +78,14 @@ class ExpertShape:
 
 
 def _check_factors(a: Tensor, b: Tensor, scale: float, axes: int) -> None:
-    """Refuse factors that are not contiguous bfloat16 on the CPU, or that do not fit together."""
+    """Refuse factors that are not contiguous bfloat16 on the CPU, or that do not fit together.
+
+    Of a linear B only the rows must be contiguous.
+    """
     for name, factor in (("a", a), ("b", b)):
         is_plain = factor.dtype == torch.bfloat16 and factor.device.type == "cpu"
-        if factor.dim() != axes or not (is_plain and factor.is_contiguous()):
+        is_dense = factor.is_contiguous() or (name == "b" and axes == 2 and factor.stride(-1) == 1)
+        if factor.dim() != axes or not (is_plain and is_dense):
             message = (
                 f"`{name}` must be a contiguous {axes}-D bfloat16 tensor on the CPU; given: "
                 f"{tuple(factor.shape)} {factor.dtype} on {factor.device}"
@@ -110,7 +114,8 @@ class LoraWeights:
 
     Args:
         a: [rank, in_features] bfloat16 on the CPU, contiguous.
-        b: [out_features, rank] bfloat16 on the CPU, contiguous.
+        b: [out_features, rank] bfloat16 on the CPU; rows may be any distance apart, columns are
+            contiguous.
         scale: the factor of the delta, a float32 value.
 
     Raises:
@@ -320,3 +325,14 @@ class Adapter:
         for lora in self.experts.values():
             ranks += [part.rank for part in (lora.gate_up, lora.down) if part is not None]
         return max(ranks)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of host memory that the factors of experts take."""
+        parts = [part for lora in self.experts.values() for part in (lora.gate_up, lora.down)]
+        return sum(part.a.nbytes + part.b.nbytes for part in parts if part is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that all factors take."""
+        return self.expert_bytes + sum(w.a.nbytes + w.b.nbytes for w in self.weights.values())

@@ -14,13 +14,18 @@ __all__ = ["SlotLedger"]
 
 @dataclass
 class _Slot:
-    """One slot that is not empty. A retired one has lost its name and waits for its last user."""
+    """One slot that is not empty.
+
+    One that arrives is being written, and has no generation yet. A retired one has lost its name
+    and waits for its last user.
+    """
 
     name: str
-    generation: int
-    last_use: int
+    generation: int = 0
+    last_use: int = 0
     num_uses: int = 0
     is_pinned: bool = False
+    is_arriving: bool = False
     is_retired: bool = False
 
 
@@ -32,9 +37,10 @@ class SlotLedger:
 
     Example:
         >>> ledger = SlotLedger(2)
-        >>> ledger.choose("sql")
-        0
-        >>> ledger.occupy(0, "sql")
+        >>> index = ledger.begin("sql")
+        >>> ledger.is_arriving("sql"), ledger.names()
+        (True, ())
+        >>> ledger.occupy(index)
         >>> ledger.slot("sql"), ledger.names()
         (0, ('sql',))
     """
@@ -69,20 +75,47 @@ class SlotLedger:
         """
         return self._named(name).generation
 
+    def generation_in(self, index: int) -> int:
+        """The number of the placement that a slot holds, named or retired.
+
+        Raises:
+            RouteError: if the slot holds none.
+        """
+        slot = self._slots[index] if 0 <= index < len(self._slots) else None
+        if slot is None or slot.is_arriving:
+            raise RouteError(f"slot {index} holds no adapter; hint: ask for a slot that is in use")
+        return slot.generation
+
+    def is_arriving(self, name: str) -> bool:
+        """Whether a name has no slot yet, or no more, because its adapter is being written."""
+        return name not in self._slot_of and any(
+            slot is not None and slot.is_arriving and slot.name == name for slot in self._slots
+        )
+
     def _named(self, name: str) -> _Slot:
         slot = self._slots[self.slot(name)]
         assert slot is not None
         return slot
 
-    def choose(self, name: str) -> int:
-        """The slot that a new adapter of this name may take.
+    def begin(self, name: str) -> int:
+        """Choose the slot that a new adapter of this name will be written into, and empty it.
 
         Its own if that is idle, else the first empty one, else the idle unpinned one that was not
-        used for longest.
+        used for longest. What was there loses its name; a slot of this name that is in use keeps
+        it until `occupy`.
 
         Raises:
-            PoolFullError: if every slot is pinned or in use.
+            PoolFullError: if every slot is pinned or in use; nothing is changed then.
         """
+        index = self._choose(name)
+        victim = self._slots[index]
+        if victim is not None:
+            del self._slot_of[victim.name]
+        is_pinned = victim is not None and victim.name == name and victim.is_pinned
+        self._slots[index] = _Slot(name, is_pinned=is_pinned, is_arriving=True)
+        return index
+
+    def _choose(self, name: str) -> int:
         own = self._slot_of.get(name)
         if own is not None and self._named(name).num_uses == 0:
             return own
@@ -91,7 +124,7 @@ class SlotLedger:
         idle = [
             (slot.last_use, index)
             for index, slot in enumerate(self._slots)
-            if slot is not None and slot.num_uses == 0 and not slot.is_pinned
+            if slot is not None and slot.num_uses == 0 and not (slot.is_pinned or slot.is_arriving)
         ]
         if not idle:
             max_loras = len(self._slots)
@@ -102,21 +135,25 @@ class SlotLedger:
             raise PoolFullError(message, max_loras=max_loras)
         return min(idle)[1]
 
-    def occupy(self, index: int, name: str) -> None:
-        """Record that the slot that was chosen now holds a new adapter of this name.
+    def occupy(self, index: int) -> int | None:
+        """Record that what was begun is there: the name now means this slot.
 
-        A pin of the name stays. Where the name has another slot, that is in use, and is retired.
+        A pin of the name stays.
+
+        Returns:
+            The slot that the name meant before, if it is now empty, else None.
         """
-        old = self._slot_of.get(name)
-        is_pinned = old is not None and self._named(name).is_pinned
-        if old is not None and old != index:
-            self.retire(name)
-        victim = self._slots[index]
-        if victim is not None:
-            del self._slot_of[victim.name]
+        slot = self._slots[index]
+        assert slot is not None
+        assert slot.is_arriving
+        emptied = None
+        if slot.name in self._slot_of:
+            slot.is_pinned = self._named(slot.name).is_pinned
+            emptied = self.retire(slot.name)
         self._generation += 1
-        self._slots[index] = _Slot(name, self._generation, self._tick(), is_pinned=is_pinned)
-        self._slot_of[name] = index
+        slot.generation, slot.last_use, slot.is_arriving = self._generation, self._tick(), False
+        self._slot_of[slot.name] = index
+        return emptied
 
     def retire(self, name: str) -> int | None:
         """Take the name from its slot, which is emptied now or by its last user.
@@ -173,10 +210,7 @@ class SlotLedger:
         return None
 
     def vacate(self, index: int) -> None:
-        """Record that what a slot held is lost."""
-        slot = self._slots[index]
-        if slot is not None and not slot.is_retired:
-            del self._slot_of[slot.name]
+        """Record that what was begun has failed, and the slot is empty."""
         self._slots[index] = None
 
     def _tick(self) -> int:

@@ -82,8 +82,13 @@ def find_targets(
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
-        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> config = LlamaConfig(
+        ...     vocab_size=8,
+        ...     hidden_size=16,
+        ...     intermediate_size=16,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
         >>> list(find_targets(LlamaForCausalLM(config).bfloat16(), ["q_proj", "down_proj"]))
         ['model.layers.0.self_attn.q_proj', 'model.layers.0.mlp.down_proj']
     """
@@ -134,8 +139,13 @@ def wrap_targets(
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from lorafold.route import LoraPair
-        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16,
-        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> config = LlamaConfig(
+        ...     vocab_size=8,
+        ...     hidden_size=16,
+        ...     intermediate_size=16,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
         >>> model = LlamaForCausalLM(config).bfloat16()
         >>> a = torch.ones(1, 16, dtype=torch.bfloat16)
         >>> route = LoraRoute.from_pairs([LoraPair(a, a.T.contiguous(), 1.0)])
