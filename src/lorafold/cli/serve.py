@@ -1,0 +1,182 @@
+"""`lorafold serve`: an OpenAI-compatible server over one model and its adapters."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from lorafold.cli.output import notices, refusals, usage_error
+from lorafold.errors import BackendError
+from lorafold.peft import parse
+
+__all__ = ["serve"]
+
+_HINT = "hint: pip install 'lorafold[server]'"
+
+
+def serve(  # noqa: PLR0913 (the flags of a command)
+    model: Annotated[str, typer.Option(help="A folder with a model, or a name on the hub.")],
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="Load it; may be repeated.")
+    ] = None,
+    max_loras: Annotated[int, typer.Option(min=1, help="Adapters on the device at a time.")] = 8,
+    max_rank: Annotated[
+        int | None, typer.Option(min=1, help="The largest rank; without it, the adapters' largest.")
+    ] = None,
+    max_expert_rank: Annotated[
+        int | None, typer.Option(min=0, help="Likewise for routed experts, which are then targets.")
+    ] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="A target layer; may be repeated. Without it, all.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the base model; without it, --model.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LORAFOLD_API_KEY", help="Clients must send it.")
+    ] = None,
+    allow_runtime_loading: Annotated[
+        bool, typer.Option("--allow-runtime-loading", help="Clients may load and unload adapters.")
+    ] = False,
+    adapter_root: Annotated[
+        list[Path] | None, typer.Option(help="They may load from this folder; may be repeated.")
+    ] = None,
+    batching: Annotated[
+        str, typer.Option(help="auto, packed (continuous) or static (one batch after the other).")
+    ] = "auto",
+    max_running: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 32,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 1024,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a request; without it, the model's.")
+    ] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Tokens in the KV cache; without it, what fits.")
+    ] = None,
+    max_answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a chat's answer that names no limit.")
+    ] = 1024,
+    drain_seconds: Annotated[
+        int, typer.Option(min=0, help="On SIGTERM, time for what runs to end.")
+    ] = 60,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda:N; without it, CUDA where there is a device.")
+    ] = None,
+) -> None:
+    """Serve a model and its adapters: a client names an adapter as its `model`.
+
+    GET / shows what is going on. Listens on this machine only, unless --host says otherwise.
+    """
+    paths = _adapters(adapter or [])
+    roots = _roots(adapter_root or [], is_allowed=allow_runtime_loading)
+    if batching not in ("auto", "packed", "static"):
+        raise usage_error(f"--batching must be auto, packed or static; given: {batching}")
+    name = served_model_name or model
+    if name in paths:
+        raise usage_error(f"--adapter: the name `{name}` is the base model's")
+    if api_key is None and not _is_loopback(host):
+        notices().print(f"warning: {host} may be reached by others, and there is no --api-key")
+    with refusals():
+        engine = _start_engine(
+            model,
+            paths,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            attaching={
+                "max_loras": max_loras,
+                "max_rank": max_rank,
+                "max_expert_rank": max_expert_rank,
+                "targets": target,
+            },
+            running={
+                "batching": batching,
+                "max_running": max_running,
+                "max_waiting": max_waiting,
+                "max_length": max_length,
+                "cache_tokens": cache_tokens,
+            },
+        )
+        from lorafold.server.run import run
+        from lorafold.server.service import Service
+
+        service = Service(
+            engine,
+            name,
+            api_key=api_key,
+            adapter_roots=roots,
+            max_answer_tokens=max_answer_tokens,
+        )
+        run(service, host=host, port=port, drain_seconds=drain_seconds)
+
+
+def _adapters(texts: Sequence[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise usage_error(f"--adapter must be NAME=PATH; given: {text}")
+        if name in found:
+            raise usage_error(f"--adapter: the name `{name}` is taken")
+        found[name] = Path(path)
+    return found
+
+
+def _roots(folders: Sequence[Path], *, is_allowed: bool) -> tuple[Path, ...]:
+    """The folders that clients may load from, resolved."""
+    if is_allowed != bool(folders):
+        raise usage_error(
+            "--allow-runtime-loading and --adapter-root go together: clients may load adapters "
+            "from inside these folders and from nowhere else"
+        )
+    for folder in folders:
+        if not folder.is_dir():
+            raise usage_error(f"--adapter-root must be a folder; given: {folder}")
+    return tuple(folder.resolve() for folder in folders)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _start_engine(
+    model_path: str,
+    paths: dict[str, Path],
+    *,
+    device: str,
+    attaching: dict[str, Any],
+    running: dict[str, Any],
+) -> Any:
+    """Load everything. Adapters are read first: a refusal need not wait for the model."""
+    try:
+        import fastapi
+        import prometheus_client
+        import uvicorn
+    except ModuleNotFoundError as error:
+        raise BackendError(f"serving needs {error.name}, which is not installed\n{_HINT}") from None
+    del fastapi, prometheus_client, uvicorn
+    specs = [parse(path) for path in paths.values()]
+    if attaching["max_rank"] is None:
+        ranks = [int(entry.a.shape[0]) for spec in specs for entry in spec.entries]
+        attaching["max_rank"] = max([*ranks, 16])
+    from lorafold.engine import Engine
+    from lorafold.integrations.transformers import load_model, load_tokenizer
+    from lorafold.runtime import attach
+
+    tokenizer = load_tokenizer(model_path)
+    lora = attach(load_model(model_path, device=device), **attaching)
+    engine = Engine(lora, tokenizer, **running)
+    try:
+        for name, path in paths.items():
+            engine.load(name, path)
+    except BaseException:
+        engine.close(timeout_s=0)
+        raise
+    return engine

@@ -1,0 +1,110 @@
+"""One request on its way: what is computed, what is said, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any
+
+from lorafold.engine.request import Delta, FinishReason, Request
+from lorafold.engine.sampler import Choice, Draw
+from lorafold.engine.shelf import Loaded
+from lorafold.engine.text import TextStream
+
+__all__ = ["Answering"]
+
+_log = logging.getLogger(__name__)
+
+
+class Answering:
+    """The state of one request. Only the engine's thread changes it; any thread may cancel it.
+
+    Args:
+        request: what was asked; its seed is set.
+        loaded: the adapter that it was accepted with; None is base.
+        deliver: is given every delta, in the engine's thread; must not wait.
+        tokenizer: turns tokens into text.
+        end_tokens: end-of-sequence tokens.
+
+    Attributes:
+        slot: of the adapter in the pool, held while the request runs; -1 is base or not running.
+        tokens: of the answer so far.
+        num_cached: leading tokens of prompt and answer whose keys and values are in the KV cache.
+        finish_reason: None until the end.
+        at_end: called at the end, before the last delta is delivered.
+
+    Example:
+        >>> from lorafold.engine.request import Sampling
+        >>> class Letters:
+        ...     def decode(self, ids, **settings):
+        ...         return "".join(map(chr, ids))
+        >>> said = []
+        >>> request = Request([1, 2], sampling=Sampling(max_tokens=2))
+        >>> answering = Answering(request, None, said.append, Letters(), end_tokens=[0])
+        >>> answering.accept(Choice(ord("H")))
+        >>> answering.accept(Choice(ord("i")))
+        >>> [delta.text for delta in said], answering.finish_reason
+        (['H', 'i'], 'length')
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        loaded: Loaded | None,
+        deliver: Callable[[Delta], None],
+        tokenizer: Any,
+        end_tokens: Collection[int],
+    ) -> None:
+        self.request = request
+        self.loaded = loaded
+        self.slot = -1
+        self.tokens: list[int] = []
+        self.num_cached = 0
+        self.finish_reason: FinishReason | None = None
+        self.is_cancelled = False
+        self.at_end: Callable[[Answering], None] = lambda _: None
+        self._deliver = deliver
+        self._text = TextStream(tokenizer, request.sampling.stop)
+        self._end_tokens = () if request.sampling.ignore_eos else end_tokens
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the prompt and the longest answer."""
+        return len(self.request.prompt) + self.request.sampling.max_tokens
+
+    @property
+    def draw(self) -> Draw:
+        """How the next token is chosen."""
+        return Draw(self.request.sampling, len(self.tokens))
+
+    def accept(self, choice: Choice) -> None:
+        """Take the next token of the answer, and deliver what it adds."""
+        token = choice.token
+        self.tokens.append(token)
+        is_end = token in self._end_tokens
+        text = "" if is_end else self._text.push(token)
+        if is_end or self._text.is_stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.request.sampling.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            text += self._text.flush()
+            if self._text.is_stopped:
+                self.finish_reason = "stop"
+        logprobs = () if choice.logprob is None else (choice.logprob,)
+        self._say(Delta(text, (token,), logprobs, self.finish_reason))
+
+    def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """End the answer before its time."""
+        self.finish_reason = reason
+        self._say(Delta(self._text.flush(), finish_reason=reason, error=error))
+
+    def _say(self, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self.at_end(self)
+        try:
+            self._deliver(delta)
+        except Exception:
+            # A listener at fault, or gone with its event loop, is no reason to stop the others.
+            _log.warning("a delta could not be delivered; its request is cancelled", exc_info=True)
+            self.is_cancelled = True

@@ -1,0 +1,146 @@
+"""The adapters that requests may name, in host memory; more of them than the pool has slots."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+
+from lorafold.adapter import Adapter, LoadReport
+from lorafold.errors import AdapterNotFoundError
+from lorafold.refusal import listed
+from lorafold.runtime import MultiLora
+
+__all__ = ["Loaded", "Shelf"]
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """One loading of an adapter. A request keeps the one that it was accepted with.
+
+    Args:
+        name: what requests call it.
+        adapter: its tensors, under a name that no other loading shares: what was computed with one
+            loading of a name is never taken for another.
+        path: the folder it was read from.
+        loaded_at: when, in seconds since the epoch.
+
+    Example: see `Shelf`.
+    """
+
+    name: str
+    adapter: Adapter
+    path: str
+    loaded_at: float
+
+    @property
+    def key(self) -> str:
+        """The adapter's name in the pool."""
+        return self.adapter.name
+
+    @property
+    def report(self) -> LoadReport:
+        """What became of every tensor of the file."""
+        return self.adapter.report
+
+
+class Shelf:
+    """Names, what they stand for, and who uses it. Methods may be called from several threads.
+
+    Args:
+        lora: the model that the adapters are for.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from lorafold.runtime import attach
+        >>> config = LlamaConfig(
+        ...     vocab_size=8,
+        ...     hidden_size=16,
+        ...     intermediate_size=16,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> Shelf(attach(LlamaForCausalLM(config).bfloat16())).take("sql")
+        Traceback (most recent call last):
+        lorafold.errors.AdapterNotFoundError: no adapter `sql` is loaded; loaded are: none
+    """
+
+    def __init__(self, lora: MultiLora) -> None:
+        self._lora = lora
+        self._lock = threading.Lock()
+        self._loaded: dict[str, Loaded] = {}
+        self._num_users: Counter[str] = Counter()
+        self._num_loadings = 0
+
+    def load(self, name: str, path: str | PathLike[str], *, strict: bool = True) -> Loaded:
+        """Read an adapter; one of the same name is replaced for the requests to come.
+
+        Args:
+            name: what requests will call it.
+            path: a PEFT folder.
+            strict: False lets some harmless oddities pass (`lorafold.peft.parse`).
+
+        Raises:
+            AdapterFormatError: if the files are broken or use what is not supported.
+            AdapterMismatchError: if it does not fit the model or the pool.
+        """
+        adapter = self._lora.read(name, path, strict=strict)
+        self._lora.pool.check(adapter)
+        with self._lock:
+            before = self._loaded.pop(name, None)
+            self._num_loadings += 1
+            adapter = replace(adapter, name=f"{name}@{self._num_loadings}")
+            loaded = self._loaded[name] = Loaded(name, adapter, fspath(path), time.time())
+            if before is not None:
+                self._clear_away(before)
+        return loaded
+
+    def unload(self, name: str) -> None:
+        """Take a name away; its slot is emptied when the last request that has it ends.
+
+        Raises:
+            AdapterNotFoundError: if no adapter of that name is loaded.
+        """
+        with self._lock:
+            loaded = self._find(name)
+            del self._loaded[name]
+            self._clear_away(loaded)
+
+    def take(self, name: str) -> Loaded:
+        """What a name stands for now, for one more user.
+
+        Raises:
+            AdapterNotFoundError: if no adapter of that name is loaded.
+        """
+        with self._lock:
+            loaded = self._find(name)
+            self._num_users[loaded.key] += 1
+            return loaded
+
+    def give_back(self, loaded: Loaded) -> None:
+        """Count a user off, who got it from `take`."""
+        with self._lock:
+            self._num_users[loaded.key] -= 1
+            self._clear_away(loaded)
+
+    def all(self) -> tuple[Loaded, ...]:
+        """Everything that can be named, in the order of loading."""
+        with self._lock:
+            return tuple(self._loaded.values())
+
+    def _find(self, name: str) -> Loaded:
+        if name not in self._loaded:
+            message = f"no adapter `{name}` is loaded; loaded are: {listed(self._loaded) or 'none'}"
+            raise AdapterNotFoundError(message, adapter=name)
+        return self._loaded[name]
+
+    def _clear_away(self, loaded: Loaded) -> None:
+        """Empty the slot of what can be named no more and has no user."""
+        if self._num_users[loaded.key] == 0:
+            del self._num_users[loaded.key]
+            if self._loaded.get(loaded.name) is not loaded:
+                with suppress(AdapterNotFoundError):  # it was not placed
+                    self._lora.pool.evict(loaded.key)

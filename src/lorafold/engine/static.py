@@ -1,0 +1,106 @@
+"""Static batches through `generate`, for models whose sequences cannot be packed into one row.
+
+A batch runs until its last request ends; requests that come meanwhile wait. All else is as with
+packed batches: each row has its adapter, its sampling, its stop strings, and streams its tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorafold.engine.answering import Answering
+from lorafold.engine.sampler import choose_tokens
+from lorafold.runtime import MultiLora
+
+__all__ = ["StaticBatches"]
+
+
+class StaticBatches:
+    """Whole batches, one after the other.
+
+    Args:
+        lora: the model.
+        max_length: tokens of the longest request.
+
+    Example: `lorafold.engine.Engine` uses it.
+    """
+
+    def __init__(self, lora: MultiLora, *, max_length: int) -> None:
+        self.max_length = max_length
+        self._lora = lora
+
+    def session(self) -> AbstractContextManager[None]:
+        """A `with` block in which `advance` may be called."""
+        return nullcontext()
+
+    def reserve(self, answering: Answering) -> bool:
+        """Find room for a request: `generate` makes its own."""
+        return True
+
+    def release(self, answering: Answering) -> None:
+        """Give the room of a request back."""
+
+    def advance(self, running: Iterable[Answering]) -> None:
+        """Run the requests to their ends."""
+        batch = list(running)
+        model: Any = self._lora.model
+        settings = copy.deepcopy(model.generation_config)
+        vocab_size = model.config.get_text_config().vocab_size
+        # The rows end themselves: this one matches no token, and no default may add another.
+        settings.eos_token_id = vocab_size
+        settings.pad_token_id = 0
+        settings.max_new_tokens = max(each.request.sampling.max_tokens for each in batch)
+        settings.max_length = None
+        settings.do_sample = False
+        width = max(len(each.request.prompt) for each in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, each in enumerate(batch):
+            ids[row, width - len(each.request.prompt) :] = torch.tensor(each.request.prompt)
+            mask[row, width - len(each.request.prompt) :] = 1
+        rows = _Rows(batch)
+        self._lora.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            adapters=[None if each.loaded is None else each.loaded.key for each in batch],
+            generation_config=settings,
+            logits_processor=[rows.process],
+            stopping_criteria=[rows.are_done],
+        )
+
+
+class _Rows:
+    """What `generate` asks at each step: which tokens come next, and which rows are done."""
+
+    def __init__(self, batch: Sequence[Answering]) -> None:
+        self._batch = batch
+
+    def process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [num_rows, vocab_size] of which only those of the chosen tokens are finite."""
+        live = [row for row, each in enumerate(self._batch) if not _is_done(each)]
+        tokens = [0] * len(self._batch)
+        if live:
+            logits = scores[torch.tensor(live, device=scores.device)]
+            choices = choose_tokens(logits, [self._batch[row].draw for row in live])
+            for row, choice in zip(live, choices, strict=True):
+                answering = self._batch[row]
+                tokens[row] = choice.token
+                answering.num_cached = len(answering.request.prompt) + len(answering.tokens)
+                answering.accept(choice)
+        chosen = torch.tensor(tokens, device=scores.device).unsqueeze(1)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+    def are_done(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        """[num_rows] bool."""
+        done = [_is_done(each) for each in self._batch]
+        return torch.tensor(done, device=input_ids.device)
+
+
+def _is_done(answering: Answering) -> bool:
+    return answering.finish_reason is not None or answering.is_cancelled

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server over one engine. `lorafold serve` runs it."""

@@ -1,0 +1,114 @@
+"""Attention over a packed batch, by itself: right, and blind to the neighbours, in bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama import modeling_llama
+
+from lorafold.engine.attention import PackedAttention, Piece, Step
+from lorafold.engine.kv import KvCache
+from lorafold.errors import RouteError
+from tests.tiny_models import bits
+
+# A model's eager attention stands in the module of its layers.
+eager_attention_forward = modeling_llama.eager_attention_forward
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 32
+SCALE = WIDTH**-0.5
+# (tokens already there, new tokens) of each sequence.
+BATCH = [(0, 9), (70, 1), (3, 5), (0, 1), (200, 1), (31, 33)]
+
+
+class Layer(modeling_llama.LlamaAttention):
+    """As much of an attention layer as attention functions look at."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.layer_idx, self.num_key_value_groups, self.is_causal = 0, HEADS // KV_HEADS, True
+
+
+def attention(usual: str, device: str) -> PackedAttention:
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(_attn_implementation=usual), device=torch.device(device)
+    )
+    return PackedAttention(model, KvCache(1024, torch.device(device)))
+
+
+def inputs(seed: int, length: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [heads, length, width] of one sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(n, length, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
+    return q, k, v
+
+
+def run(
+    attention: PackedAttention, batch: list[tuple[int, int, int]], device: str, **kwargs: Any
+) -> list[Tensor]:
+    """The outputs of sequences (seed, tokens there, new tokens), computed in one step."""
+    layer, pieces, parts, reserved = Layer(), [], [], []
+    for seed, there, new in batch:
+        stretch = attention.cache.reserve(there + new)
+        assert stretch is not None
+        reserved.append(stretch)
+        q, k, v = inputs(seed, there + new, device)
+        places = torch.arange(stretch.start, stretch.start + there, device=device)
+        attention.cache.write(0, places, k[:, :there].transpose(0, 1), v[:, :there].transpose(0, 1))
+        pieces.append(Piece([0] * new, there, stretch, -1, wants_logits=True))
+        parts.append([t[:, there:] for t in (q, k, v)])
+    query, key, value = (torch.cat(t, dim=1)[None] for t in zip(*parts, strict=True))
+    with attention.stepping(Step(pieces, torch.device(device))):
+        out = attention.attend(layer, query, key, value, scaling=SCALE, **kwargs)
+    for stretch in reserved:
+        attention.cache.release(stretch)
+    return list(out[0].split([new for _, _, new in batch]))
+
+
+def exact(seed: int, there: int, new: int, window: int | None) -> Tensor:
+    """The same in float64, one query at a time."""
+    q, k, v = (t.double() for t in inputs(seed, there + new, "cpu"))
+    k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=0) for t in (k, v))
+    rows = []
+    for at in range(there, there + new):
+        first = 0 if window is None else max(0, at + 1 - window)
+        scores = (q[:, at, None] * k[:, first : at + 1]).sum(-1) * SCALE
+        rows.append((scores.softmax(-1).unsqueeze(-1) * v[:, first : at + 1]).sum(1))
+    return torch.stack(rows)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.usefixtures("exact_base")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("usual", ["eager", "sdpa"])
+@pytest.mark.parametrize("window", [None, 7, 64])
+def test_each_sequence_gets_what_it_gets_alone(usual: str, device: str, window: int | None) -> None:
+    packed = attention(usual, device)
+    kwargs = {} if window is None else {"sliding_window": window}
+    batch = [(seed, there, new) for seed, (there, new) in enumerate(BATCH)]
+    together = run(packed, batch, device, **kwargs)
+    for sequence, out in zip(batch, together, strict=True):
+        assert torch.equal(bits(run(packed, [sequence], device, **kwargs)[0]), bits(out))
+        reference = exact(*sequence, window)
+        assert float((out.cpu().double() - reference).norm() / reference.norm()) < 0.01
+    # Were the window not looked at, the long ones would differ.
+    if window is not None:
+        assert not torch.equal(run(packed, [batch[4]], device)[0], together[4])
+
+
+def test_other_numbers_of_rows_are_refused() -> None:
+    packed, (q, k, v) = attention("sdpa", "cpu"), inputs(0, 3, "cpu")
+    with pytest.raises(RouteError, match="no packed forward of 3 rows"):
+        packed.attend(Layer(), q[None], k[None], v[None])
+    stretch = packed.cache.reserve(4)
+    assert stretch is not None
+    piece = Piece([1, 2], 0, stretch, -1, wants_logits=True)
+    step = Step([piece], torch.device("cpu"))
+    with packed.stepping(step), pytest.raises(RouteError, match="no packed forward of 3 rows"):
+        packed.attend(Layer(), q[None], k[None], v[None])
