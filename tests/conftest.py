@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# CI draws the same examples each time; elsewhere every run looks for new ones.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 # Single-threaded operators leave the second core to the rest of the suite.
 torch.set_num_threads(min(2, torch.get_num_threads()))
 

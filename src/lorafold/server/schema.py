@@ -216,6 +216,8 @@ def documented(*refusals: int, media_type: str | None = None) -> dict[int | str,
         media_type: of a success that is not JSON, or not always.
     """
     answers: dict[int | str, dict[str, Any]] = {s: {"model": ErrorBody} for s in refusals}
-    if media_type is not None:
+    if media_type == "text/event-stream":  # a schema would be taken for that of one event
+        answers[200] = {"content": {media_type: {}}}
+    elif media_type is not None:
         answers[200] = {"content": {media_type: {"schema": {"type": "string"}}}}
     return answers
