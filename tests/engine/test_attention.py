@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,3 +113,70 @@ def test_other_numbers_of_rows_are_refused() -> None:
     step = Step([piece], torch.device("cpu"))
     with packed.stepping(step), pytest.raises(RouteError, match="no packed forward of 3 rows"):
         packed.attend(Layer(), q[None], k[None], v[None])
+
+
+def literal_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    num_splits: int,
+) -> Tensor:
+    """What PyTorch says that its variable-length attention does, one row at a time."""
+    assert {cu_seq_q.dtype, cu_seq_k.dtype, seqused_k.dtype} == {torch.int32}
+    assert cu_seq_k.diff().min() >= 0
+    assert (num_splits, enable_gqa, window_size[1]) == (1, True, 0)
+    rows = []
+    for at, used in enumerate(seqused_k.tolist()):
+        first, end = cu_seq_q[at : at + 2].tolist()
+        start, stop = cu_seq_k[at : at + 2].tolist()
+        assert used <= min(stop - start, max_k)
+        assert end - first <= max_q
+        for row in range(first, end):
+            # Causal from the end: the last row sees all keys that are used.
+            last = used - (end - 1 - row)
+            low = 0 if window_size[0] < 0 else max(0, last - 1 - window_size[0])
+            keys, values = (
+                t[start + low : start + last].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
+                for t in (key, value)
+            )
+            scores = (query[row].double() * keys).sum(-1) * scale
+            rows.append((scores.softmax(0).unsqueeze(-1) * values).sum(0))
+    return torch.stack(rows).to(query.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 7, 64])
+def test_variable_length_attention_is_told_the_shape_of_the_batch(window: int | None) -> None:
+    packed = attention("sdpa", "cpu")
+    packed._flash = literal_varlen
+    kwargs = {} if window is None else {"sliding_window": window}
+    batch = [(seed, there, new) for seed, (there, new) in enumerate(BATCH)]
+    packed.cache.reserve(40)  # so that the stretches do not begin at 0
+    for sequence, out in zip(batch, run(packed, batch, "cpu", **kwargs), strict=True):
+        reference = exact(*sequence, window)
+        assert float((out.double() - reference).norm() / reference.norm()) < 0.005
+
+
+@pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias"])
+def test_what_variable_length_attention_cannot_do_is_left_to_the_models_own(extra: str) -> None:
+    packed = attention("eager", "cpu")
+    packed._flash = None
+    usual = run(packed, [(0, 0, 5)], "cpu")
+    packed._flash = literal_varlen
+    assert torch.equal(run(packed, [(0, 0, 5)], "cpu", **{extra: 1.0})[0], usual[0])
+
+
+def test_its_arguments_are_those_of_the_installed_pytorch() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    theirs = inspect.signature(varlen.varlen_attn).parameters
+    if "num_splits" not in theirs:
+        pytest.skip("this PyTorch cannot be told not to split keys")
+    assert set(inspect.signature(literal_varlen).parameters) <= set(theirs)

@@ -69,3 +69,16 @@ def test_tokens_are_streamed_and_a_row_can_be_cancelled(engine: Engine) -> None:
 def test_packing_it_all_the_same_is_refused(engine: Engine) -> None:
     with pytest.raises(ModelError, match="requests cannot be packed: Qwen3NextForCausalLM"):
         Engine(engine.lora, TOKENIZER, batching="packed")
+
+
+def test_defaults_that_are_saved_with_a_model_change_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(6, "a0", max_tokens=20)
+    expected = engine.answer([asked])[0]
+    defaults = engine.lora.model.generation_config
+    others = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "num_beams": 2}
+    for name, value in others.items():
+        monkeypatch.setattr(defaults, name, value)
+    assert len(set(expected.tokens)) < 20
+    assert engine.answer([asked])[0] == expected

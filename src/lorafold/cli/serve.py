@@ -59,6 +59,10 @@ def serve(  # noqa: PLR0913 (the flags of a command)
     cache_tokens: Annotated[
         int | None, typer.Option(min=16, help="Tokens in the KV cache; without it, what fits.")
     ] = None,
+    host_memory_gib: Annotated[
+        float | None,
+        typer.Option(min=0, help="For adapters; what does not fit is read again when needed."),
+    ] = None,
     max_answer_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of a chat's answer that names no limit.")
     ] = 1024,
@@ -99,6 +103,7 @@ def serve(  # noqa: PLR0913 (the flags of a command)
                 "max_waiting": max_waiting,
                 "max_length": max_length,
                 "cache_tokens": cache_tokens,
+                "host_bytes": None if host_memory_gib is None else int(host_memory_gib * 2**30),
             },
         )
         from lorafold.server.run import run

@@ -42,6 +42,10 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
+    def __contains__(self, key: object) -> bool:
+        """Whether items wait under a key."""
+        return key in self._queues
+
     def add(self, key: Hashable, item: Item) -> None:
         """Let an item wait behind the others of its key."""
         self._queues.setdefault(key, deque()).append(item)

@@ -28,6 +28,10 @@ class Batches(Protocol):
     def max_length(self) -> int:
         """Tokens of the longest request that can ever run."""
 
+    @property
+    def is_continuous(self) -> bool:
+        """Whether requests come and go between calls of `advance`."""
+
     def session(self) -> AbstractContextManager[None]:
         """A `with` block in which `advance` may be called."""
 

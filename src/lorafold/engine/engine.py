@@ -16,7 +16,6 @@ from lorafold.engine.answering import Answering
 from lorafold.engine.batching import Batching, build_batches, longest
 from lorafold.engine.errors import QueueFullError, RequestError
 from lorafold.engine.loop import Loop
-from lorafold.engine.packed import PackedBatches
 from lorafold.engine.request import Answer, Delta, Request
 from lorafold.engine.shelf import Loaded, Shelf
 from lorafold.engine.tally import EngineStats, Tally
@@ -50,7 +49,8 @@ class Ticket:
 class Engine:
     """Many requests over one model, each with its adapter, its sampling and its end.
 
-    Adapters are read into host memory, and placed into the slots of the pool as requests need them.
+    Adapters are read into host memory, and placed into the slots of the pool as requests need them,
+    by a thread of their own, while other requests run.
     A request keeps its adapter's slot from its admission to its last token, and the very loading
     that its name stood for when it was accepted: loading and unloading never change an answer that
     is under way. Where more adapters wait than there are slots, they take turns (`FairQueue`).
@@ -64,6 +64,8 @@ class Engine:
         max_length: tokens of a request, prompt and answer; None for what the model was made for.
         cache_tokens: tokens in the KV cache; None for what may be needed, as far as memory allows.
         chunk: tokens of a prompt that are read at once.
+        host_bytes: host memory for adapters; those that were not needed for longest are read from
+            disk again when they are. None for no limit.
 
     Attributes:
         lora: as given.
@@ -73,6 +75,7 @@ class Engine:
 
     Raises:
         RequestError: if a number is below 1.
+        RouteError: if host_bytes has no room for one adapter.
         ModelError: if "packed" was asked for and the model does not allow it.
         BackendError: if the KV cache is too small for a request, or too large for the device.
 
@@ -110,6 +113,7 @@ class Engine:
         max_length: int | None = None,
         cache_tokens: int | None = None,
         chunk: int = 512,
+        host_bytes: int | None = None,
     ) -> None:
         max_length = longest(lora) if max_length is None else max_length
         numbers = {
@@ -133,12 +137,12 @@ class Engine:
         self.lora = lora
         self.tokenizer = tokenizer
         self.max_length = min(max_length, batches.max_length)
-        self.is_packed = isinstance(batches, PackedBatches)
+        self.is_packed = batches.is_continuous
         self._max_waiting = max_waiting
         self._end_tokens = _end_tokens(lora.model, tokenizer)
         model: Any = lora.model
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self._shelf, self._tally = Shelf(lora), Tally()
+        self._shelf, self._tally = Shelf(lora, host_bytes=host_bytes), Tally()
         self._loop = Loop(batches, lora.pool, self._shelf, self._tally, max_running=max_running)
 
     def __enter__(self) -> Engine:
@@ -152,13 +156,12 @@ class Engine:
         """Whether requests are taken."""
         return self._loop.is_open
 
-    def load(self, name: str, path: str | PathLike[str], *, strict: bool = True) -> LoadReport:
+    def load(self, name: str, path: str | PathLike[str]) -> LoadReport:
         """Read an adapter; requests may name it from now on. It is placed when one does.
 
         Args:
             name: what requests will call it; one of the same name is replaced for those to come.
             path: a PEFT folder.
-            strict: False lets some harmless oddities pass (`lorafold.peft.parse`).
 
         Returns:
             What became of every tensor of the file.
@@ -166,9 +169,10 @@ class Engine:
         Raises:
             AdapterFormatError: if the files are broken or use what is not supported.
             AdapterMismatchError: if it does not fit the model or the pool.
+            BackendError: if the host has no memory for it.
         """
         start = time.perf_counter()
-        report = self._shelf.load(name, path, strict=strict).report
+        report = self._shelf.load(name, path).report
         with self._tally.changing() as stats:
             stats.num_loads += 1
             stats.load_seconds += time.perf_counter() - start

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from contextlib import suppress
 
 from lorafold.engine.admission import FairQueue
 from lorafold.engine.answering import Answering
 from lorafold.engine.batching import Batches
 from lorafold.engine.errors import EngineClosedError
-from lorafold.engine.shelf import Loaded, Shelf
+from lorafold.engine.placing import SlotHolder
+from lorafold.engine.shelf import Shelf
 from lorafold.engine.tally import Tally
-from lorafold.errors import AdapterNotFoundError, PoolFullError
 from lorafold.pool import Pool
 
 __all__ = ["Loop"]
 
 _log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.1  # others may let go of slots without a word
 
 
 class Loop:
@@ -27,7 +27,7 @@ class Loop:
     Args:
         batches: the way to batch.
         pool: where adapters are placed.
-        shelf: told when a request needs its adapter no more.
+        shelf: where they come from; told when a request needs its adapter no more.
         tally: told what happens.
         max_running: requests that run at the same time.
 
@@ -38,8 +38,8 @@ class Loop:
         self, batches: Batches, pool: Pool, shelf: Shelf, tally: Tally, *, max_running: int
     ) -> None:
         self._batches = batches
-        self._pool = pool
         self._shelf = shelf
+        self._slots = SlotHolder(pool, shelf, tally, self.wake)
         self._tally = tally
         self._max_running = max_running
         # Two full batches may overtake a request whose adapter finds no slot.
@@ -92,6 +92,7 @@ class Loop:
             while self._has_work():
                 self._work()
         finally:
+            self._slots.close()
             # After a fault in the bookkeeping itself nothing can be given back, but nobody must
             # wait for ever.
             self._is_closing = True
@@ -113,10 +114,8 @@ class Loop:
     def _has_work(self) -> bool:
         """Wait until there is something to do; False when the loop is closed and empty."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._inbox or self._running or len(self._queue) or self._is_closing
-            )
-            return bool(self._inbox or self._running or len(self._queue))
+            self._changed.wait_for(lambda: self._inbox or self._is_busy() or self._is_closing)
+            return bool(self._inbox) or self._is_busy()
 
     def _step(self) -> bool:
         """Let in, advance, end what was cancelled. False when nothing is left to do."""
@@ -131,43 +130,45 @@ class Loop:
                 answering.finish("cancelled")
         self._end_cancelled()
         self._queue.admit(self._let_in)
-        if self._running:
+        self._slots.forget_unwanted(self._queue)
+        # A batch that lets nobody in later waits for the adapters that are on their way.
+        if self._running and (self._batches.is_continuous or not self._slots.is_placing):
             self._batches.advance(tuple(self._running))
             self._end_cancelled()
-        return bool(self._running or len(self._queue))
+        elif self._is_busy():
+            self._pause()
+        return self._is_busy()
+
+    def _is_busy(self) -> bool:
+        return bool(self._running or len(self._queue) or self._slots.is_placing)
+
+    def _pause(self) -> None:
+        """Wait until something has changed: nothing can advance."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._inbox or self._is_woken or self._is_aborting, timeout=_PAUSE_S
+            )
 
     def _let_in(self, answering: Answering) -> bool:
         """Give a waiting request all it needs to run, or return False and leave all as it was."""
         if len(self._running) >= self._max_running or not self._batches.reserve(answering):
             return False
         try:
-            if answering.loaded is not None:
-                answering.slot = self._acquire(answering.loaded)
+            slot = -1 if answering.loaded is None else self._slots.hold(answering.loaded)
         except Exception as error:
             self._batches.release(answering)
-            if isinstance(error, PoolFullError) and self._running:
-                return False
-            # Nothing runs, so no slot will become free; or the adapter cannot be placed at all.
             answering.finish("error", error)
             return True
+        if slot is None:
+            self._batches.release(answering)
+            return False
+        answering.slot = slot
         with self._changed:
             self._running.append(answering)
         with self._tally.changing() as stats:
             stats.waiting[answering.request.adapter] -= 1
             stats.running[answering.request.adapter] += 1
         return True
-
-    def _acquire(self, loaded: Loaded) -> int:
-        """The slot of an adapter, which is placed if it is not."""
-        with suppress(AdapterNotFoundError):
-            return self._pool.acquire(loaded.key)
-        before, start = set(self._pool.names()), time.perf_counter()
-        self._pool.place(loaded.adapter)
-        with self._tally.changing() as stats:
-            stats.num_places += 1
-            stats.num_evictions += len(before - set(self._pool.names()))
-            stats.place_seconds += time.perf_counter() - start
-        return self._pool.acquire(loaded.key)
 
     def _end_cancelled(self) -> None:
         for answering in tuple(self._running):
@@ -187,7 +188,7 @@ class Loop:
                 self._running.remove(answering)
             self._batches.release(answering)
             if loaded is not None:
-                self._pool.release(answering.slot)
+                self._slots.let_go(loaded, answering.slot)
         if loaded is not None:
             self._shelf.give_back(loaded)
         name, reason = answering.request.adapter, answering.finish_reason

@@ -137,6 +137,11 @@ class PackedBatches:
         return self._forward.session()
 
     @property
+    def is_continuous(self) -> bool:
+        """Requests come and go between steps."""
+        return True
+
+    @property
     def max_length(self) -> int:
         """Tokens of the longest request that can ever run."""
         return self.cache.num_tokens

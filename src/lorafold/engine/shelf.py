@@ -1,4 +1,4 @@
-"""The adapters that requests may name, in host memory; more of them than the pool has slots."""
+"""The adapters that requests may name; more of them than the pool has slots."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lorafold.adapter import Adapter, LoadReport
 from lorafold.errors import AdapterNotFoundError
 from lorafold.refusal import listed
 from lorafold.runtime import MultiLora
+from lorafold.store import AdapterStore
 
 __all__ = ["Loaded", "Shelf"]
 
@@ -23,28 +24,20 @@ class Loaded:
 
     Args:
         name: what requests call it.
-        adapter: its tensors, under a name that no other loading shares: what was computed with one
+        key: its name in store and pool, which no other loading shares: what was computed with one
             loading of a name is never taken for another.
         path: the folder it was read from.
+        report: what became of every tensor of the file.
         loaded_at: when, in seconds since the epoch.
 
     Example: see `Shelf`.
     """
 
     name: str
-    adapter: Adapter
+    key: str
     path: str
+    report: LoadReport
     loaded_at: float
-
-    @property
-    def key(self) -> str:
-        """The adapter's name in the pool."""
-        return self.adapter.name
-
-    @property
-    def report(self) -> LoadReport:
-        """What became of every tensor of the file."""
-        return self.adapter.report
 
 
 class Shelf:
@@ -52,6 +45,12 @@ class Shelf:
 
     Args:
         lora: the model that the adapters are for.
+        host_bytes: host memory for adapters; those that were not needed for longest are read from
+            disk again when they are. None for no limit.
+
+    Raises:
+        RouteError: if host_bytes has no room for one adapter.
+        BackendError: if the host has less memory than that.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,35 +67,56 @@ class Shelf:
         lorafold.errors.AdapterNotFoundError: no adapter `sql` is loaded; loaded are: none
     """
 
-    def __init__(self, lora: MultiLora) -> None:
+    def __init__(self, lora: MultiLora, *, host_bytes: int | None = None) -> None:
         self._lora = lora
+        self._store = AdapterStore(
+            lora.pool,
+            budget_bytes=host_bytes,
+            pinned=lora.pool.device.type == "cuda",
+            read=self._read,
+        )
         self._lock = threading.Lock()
         self._loaded: dict[str, Loaded] = {}
         self._num_users: Counter[str] = Counter()
         self._num_loadings = 0
 
-    def load(self, name: str, path: str | PathLike[str], *, strict: bool = True) -> Loaded:
+    def load(self, name: str, path: str | PathLike[str]) -> Loaded:
         """Read an adapter; one of the same name is replaced for the requests to come.
 
         Args:
             name: what requests will call it.
             path: a PEFT folder.
-            strict: False lets some harmless oddities pass (`lorafold.peft.parse`).
 
         Raises:
             AdapterFormatError: if the files are broken or use what is not supported.
             AdapterMismatchError: if it does not fit the model or the pool.
+            BackendError: if the host has no memory for it.
         """
-        adapter = self._lora.read(name, path, strict=strict)
-        self._lora.pool.check(adapter)
+        with self._lock:
+            self._num_loadings += 1
+            key = f"{name}@{self._num_loadings}"
+        self._store.register(key, path)
+        try:
+            report = self._store.get(key).report
+        except BaseException:
+            self._store.unregister(key)
+            raise
         with self._lock:
             before = self._loaded.pop(name, None)
-            self._num_loadings += 1
-            adapter = replace(adapter, name=f"{name}@{self._num_loadings}")
-            loaded = self._loaded[name] = Loaded(name, adapter, fspath(path), time.time())
+            loaded = Loaded(name, key, fspath(path), report, time.time())
+            self._loaded[name] = loaded
             if before is not None:
                 self._clear_away(before)
         return loaded
+
+    def adapter(self, loaded: Loaded) -> Adapter:
+        """The tensors, from host memory, or from disk again if memory had no room for them.
+
+        Raises:
+            AdapterFormatError, AdapterMismatchError: if the files have changed for the worse.
+            BackendError: if the host has no memory for it.
+        """
+        return self._store.get(loaded.key)
 
     def unload(self, name: str) -> None:
         """Take a name away; its slot is emptied when the last request that has it ends.
@@ -138,9 +158,14 @@ class Shelf:
         return self._loaded[name]
 
     def _clear_away(self, loaded: Loaded) -> None:
-        """Empty the slot of what can be named no more and has no user."""
+        """Forget what can be named no more and has no user, and empty its slot."""
         if self._num_users[loaded.key] == 0:
             del self._num_users[loaded.key]
             if self._loaded.get(loaded.name) is not loaded:
+                self._store.unregister(loaded.key)
                 with suppress(AdapterNotFoundError):  # it was not placed
                     self._lora.pool.evict(loaded.key)
+
+    def _read(self, key: str, path: str) -> Adapter:
+        """The adapter under its key; messages speak of it by its name."""
+        return replace(self._lora.read(key.rpartition("@")[0], path), name=key)

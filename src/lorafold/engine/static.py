@@ -6,7 +6,6 @@ packed batches: each row has its adapter, its sampling, its stop strings, and st
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -33,6 +32,7 @@ class StaticBatches:
 
     def __init__(self, lora: MultiLora, *, max_length: int) -> None:
         self.max_length = max_length
+        self.is_continuous = False
         self._lora = lora
 
     def session(self) -> AbstractContextManager[None]:
@@ -50,14 +50,6 @@ class StaticBatches:
         """Run the requests to their ends."""
         batch = list(running)
         model: Any = self._lora.model
-        settings = copy.deepcopy(model.generation_config)
-        vocab_size = model.config.get_text_config().vocab_size
-        # The rows end themselves: this one matches no token, and no default may add another.
-        settings.eos_token_id = vocab_size
-        settings.pad_token_id = 0
-        settings.max_new_tokens = max(each.request.sampling.max_tokens for each in batch)
-        settings.max_length = None
-        settings.do_sample = False
         width = max(len(each.request.prompt) for each in batch)
         ids = torch.zeros(len(batch), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -69,10 +61,30 @@ class StaticBatches:
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             adapters=[None if each.loaded is None else each.loaded.key for each in batch],
-            generation_config=settings,
+            generation_config=_settings(model, batch),
             logits_processor=[rows.process],
             stopping_criteria=[rows.are_done],
         )
+
+
+def _settings(model: Any, batch: Sequence[Answering]) -> Any:
+    """What `generate` must not decide by itself, as the rows choose tokens and end by themselves.
+
+    What is left out here, or None, would come from the defaults that are saved with the model.
+    """
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        max_new_tokens=max(each.request.sampling.max_tokens for each in batch),
+        eos_token_id=model.config.get_text_config().vocab_size,  # no token is this one
+        pad_token_id=0,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        min_new_tokens=0,
+    )
 
 
 class _Rows:
