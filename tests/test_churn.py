@@ -14,6 +14,7 @@ from benchmarks.churn import Settings, is_right, run
 from benchmarks.placing import llama_targets, measure_placing
 
 from lorafold.adapter import Adapter
+from lorafold.errors import RouteError
 from lorafold.pool import Pool
 from lorafold.slots import SlotLedger
 from lorafold.store import AdapterStore
@@ -102,7 +103,12 @@ def with_a_wrong_scale(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_fault_is_seen(fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    counts = run(replace(SMALL, steps=150, references=10), tmp_path)
+    try:
+        counts = run(replace(SMALL, steps=150, references=10), tmp_path)
+    except RouteError:
+        # A slot caught between its old and its new adapter may not even be readable.
+        assert fault is without_holds
+        return
     assert counts["wrong_rows"] > 0
     assert not is_right(counts)
 
