@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lorafold.cli.options import BASE, adapter_paths
 from lorafold.cli.output import (
     Json,
     console,
@@ -27,7 +28,6 @@ from lorafold.demo.run import PROMPTS, DemoReport, run_demo
 
 __all__ = ["demo"]
 
-_BASE = "base"
 _RESULTS = {
     "same": "[green]same bits[/]",
     "close": "[green]close[/]",
@@ -71,7 +71,7 @@ def demo(
     the answers stands what was counted in this run: rows of the batch against the same rows alone,
     base rows against the untouched model, and every adapter against PEFT.
     """
-    adapters = _adapters(adapter or [])
+    adapters = adapter_paths(adapter or [], taken={BASE})
     if model is not None and not adapters:
         raise usage_error("--model needs adapters made for it: --adapter NAME=PATH")
     with refusals(as_json=as_json):
@@ -89,18 +89,6 @@ def demo(
         _print(report)
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _adapters(texts: list[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for text in texts:
-        name, equals, path = text.partition("=")
-        if not (name and equals and path):
-            raise usage_error(f"--adapter must be NAME=PATH; given: {text}")
-        if name in found or name == _BASE:
-            raise usage_error(f"--adapter: the name `{name}` is taken")
-        found[name] = Path(path)
-    return found
 
 
 def _with_progress(
@@ -142,7 +130,7 @@ def _print(report: DemoReport) -> None:
     for answer in report.answers:
         question = "" if answer.prompt == asked else answer.prompt
         asked = answer.prompt
-        name = answer.adapter or _BASE
+        name = answer.adapter or BASE
         answers.add_row(escape(question), f"[bold]{escape(name)}[/]", escape(answer.text))
     out.print(answers)
     _print_bits(out, report)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from lorafold.cli.options import BASE, adapter_paths
 from lorafold.cli.output import Json, console, print_json, refusals, usage_error
 from lorafold.errors import BackendError
-from lorafold.peft import parse
+from lorafold.peft import parse, ranks_of
 
 __all__ = ["generate"]
-
-_BASE = "base"
 
 
 def generate(
@@ -33,7 +32,7 @@ def generate(
         typer.Option(
             "--with",
             metavar="NAME",
-            help=f"The adapter of a prompt, or `{_BASE}`: one for all prompts, or one for each. "
+            help=f"The adapter of a prompt, or `{BASE}`: one for all prompts, or one for each. "
             "Without it every prompt is answered with every adapter.",
         ),
     ] = None,
@@ -51,7 +50,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate with several adapters at a time: all answers come from one batch."""
-    paths = _adapters(adapter or [])
+    paths = adapter_paths(adapter or [], taken={BASE})
     rows = _rows(prompts, with_ or [], paths)
     with refusals(as_json=as_json):
         answers = _answers(
@@ -69,30 +68,18 @@ def generate(
         return
     out = console()
     for answer in answers:
-        out.print(f"{answer['adapter'] or _BASE}> {answer['prompt']}", style="bold", markup=False)
+        out.print(f"{answer['adapter'] or BASE}> {answer['prompt']}", style="bold", markup=False)
         out.print(f"{answer['text'].strip()}\n", markup=False)
-
-
-def _adapters(texts: Sequence[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for text in texts:
-        name, equals, path = text.partition("=")
-        if not (name and equals and path):
-            raise usage_error(f"--adapter must be NAME=PATH; given: {text}")
-        if name in found or name == _BASE:
-            raise usage_error(f"--adapter: the name `{name}` is taken")
-        found[name] = Path(path)
-    return found
 
 
 def _rows(
     prompts: Sequence[str], names: Sequence[str], paths: Mapping[str, Path]
 ) -> list[tuple[str, str | None]]:
     """(prompt, adapter or None) of every row of the batch."""
-    unknown = [name for name in names if name != _BASE and name not in paths]
+    unknown = [name for name in names if name != BASE and name not in paths]
     if unknown:
         raise usage_error(f"--with {unknown[0]}: load it with --adapter {unknown[0]}=PATH")
-    chosen = [None if name == _BASE else name for name in names]
+    chosen = [None if name == BASE else name for name in names]
     if not chosen:
         each: list[str | None] = list(paths) or [None]
         return [(prompt, name) for prompt in prompts for name in each]
@@ -118,7 +105,7 @@ def _answers(
 ) -> list[dict[str, Any]]:
     """Load everything, run one batch, cut the answers out of it."""
     # Adapters are read first: a refusal need not wait for the model.
-    rank, expert_rank = _ranks(paths.values())
+    rank, expert_rank = ranks_of([parse(path) for path in paths.values()])
     from lorafold.integrations.transformers import load_model, load_tokenizer
     from lorafold.runtime import attach
 
@@ -157,16 +144,6 @@ def _answers(
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         answers.append({"prompt": prompt, "adapter": chosen, "text": text})
     return answers
-
-
-def _ranks(paths: Iterable[Path]) -> tuple[int, int | None]:
-    """The largest rank, and that of experts: 0 for routers alone, None where no adapter has any."""
-    specs = [parse(path) for path in paths]
-    entries = [entry for spec in specs for entry in spec.entries]
-    experts = [expert.rank for spec in specs for expert in spec.experts]
-    has_router = any(entry.kind == "router" for entry in entries)
-    expert_rank = max([0, *experts]) if experts or has_router else None
-    return max([1, *(int(entry.a.shape[0]) for entry in entries)]), expert_rank
 
 
 def _templated(tokenizer: Any, prompt: str, *, raw: bool) -> str:

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from lorafold.cli.options import adapter_paths
 from lorafold.cli.output import notices, refusals, usage_error
 from lorafold.errors import BackendError
-from lorafold.peft import parse
+from lorafold.peft import parse, ranks_of
 
 __all__ = ["serve"]
 
@@ -77,7 +78,7 @@ def serve(  # noqa: PLR0913 (the flags of a command)
 
     GET / shows what is going on. Listens on this machine only, unless --host says otherwise.
     """
-    paths = _adapters(adapter or [])
+    paths = adapter_paths(adapter or [])
     roots = _roots(adapter_root or [], is_allowed=allow_runtime_loading)
     if batching not in ("auto", "packed", "static"):
         raise usage_error(f"--batching must be auto, packed or static; given: {batching}")
@@ -119,18 +120,6 @@ def serve(  # noqa: PLR0913 (the flags of a command)
         run(service, host=host, port=port, drain_seconds=drain_seconds)
 
 
-def _adapters(texts: Sequence[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for text in texts:
-        name, equals, path = text.partition("=")
-        if not (name and equals and path):
-            raise usage_error(f"--adapter must be NAME=PATH; given: {text}")
-        if name in found:
-            raise usage_error(f"--adapter: the name `{name}` is taken")
-        found[name] = Path(path)
-    return found
-
-
 def _roots(folders: Sequence[Path], *, is_allowed: bool) -> tuple[Path, ...]:
     """The folders that clients may load from, resolved."""
     if is_allowed != bool(folders):
@@ -169,8 +158,7 @@ def _start_engine(
     del fastapi, prometheus_client, uvicorn
     specs = [parse(path) for path in paths.values()]
     if attaching["max_rank"] is None:
-        ranks = [int(entry.a.shape[0]) for spec in specs for entry in spec.entries]
-        attaching["max_rank"] = max([*ranks, 16])
+        attaching["max_rank"] = max(ranks_of(specs)[0], 16)
     from lorafold.engine import Engine
     from lorafold.integrations.transformers import load_model, load_tokenizer
     from lorafold.runtime import attach

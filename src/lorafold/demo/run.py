@@ -30,7 +30,7 @@ from lorafold.demo.rows import (
 )
 from lorafold.errors import LoraError, ModelError
 from lorafold.numerics import default_numerics
-from lorafold.peft import parse
+from lorafold.peft import parse, ranks_of
 from lorafold.runtime import attach
 
 __all__ = ["PROMPTS", "Answer", "DemoReport", "example_adapters", "run_demo"]
@@ -155,7 +155,7 @@ def run_demo(
     started = time.perf_counter()
     folders = dict(adapters) if adapters else example_adapters()
     # Adapters are read first: a refusal need not wait for the model.
-    ranks = _ranks(folders)
+    ranks = ranks_of([parse(folder) for folder in folders.values()])
     progress(f"loading {model or SMOLLM2_NAME.rpartition('/')[2]}", 0, None)
     # So small a model gains little from threads, and loses minutes where cores are shared.
     with _threads(1 if model is None else torch.get_num_threads()):
@@ -219,16 +219,6 @@ def _threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _ranks(folders: Mapping[str, Path]) -> tuple[int, int | None]:
-    """The largest rank, and that of experts: 0 for routers alone, None where no adapter has any."""
-    specs = [parse(folder) for folder in folders.values()]
-    entries = [entry for spec in specs for entry in spec.entries]
-    experts = [expert.rank for spec in specs for expert in spec.experts]
-    has_router = any(entry.kind == "router" for entry in entries)
-    expert_rank = max([0, *experts]) if experts or has_router else None
-    return max([1, *(int(entry.a.shape[0]) for entry in entries)]), expert_rank
 
 
 def _load(model: str | None, device: str) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """Block sizes: pure functions of the shape, no tuning at run time.
 
 No size here enters the bits (the contract's section 3); they decide only how fast a call is. Each
-function has a finite set of answers, which `shrink_tiles` and `expand_tiles` list for the tests.
+function has few answers, all of which the tests run.
 """
 
 from __future__ import annotations

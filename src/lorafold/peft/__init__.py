@@ -7,7 +7,7 @@ What is accepted and what is refused is listed in docs/formats.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from lorafold.peft.scale import ScaleRule
 from lorafold.peft.spec import AdapterSpec, ExpertEntry, LoraEntry, Projection
 from lorafold.refusal import Decisions, Refusal, listed
 
-__all__ = ["AdapterSpec", "bind", "load_adapter", "parse"]
+__all__ = ["AdapterSpec", "bind", "load_adapter", "parse", "ranks_of"]
 
 # What a config may call the part of the experts that a tensor adapts.
 _EXPERT_WORDS: dict[Projection | None, tuple[str, ...]] = {
@@ -126,6 +126,28 @@ def _config(files: Folder, decisions: Decisions) -> PeftConfig:
         "no adapter_config.json: scales are from the alpha tensors, 1 where there is none"
     )
     return PeftConfig(ScaleRule(None, None, False, {}, {}, decisions))
+
+
+def ranks_of(specs: Iterable[AdapterSpec]) -> tuple[int, int | None]:
+    """The ranks that a pool needs for some adapters: (of linear layers, of routed experts).
+
+    Args:
+        specs: what `parse` read.
+
+    Returns:
+        The largest rank, at least 1; and that of experts: 0 for routers alone, None where no
+        adapter has any. They are what `lorafold.attach` takes.
+
+    Example:
+        >>> ranks_of([])
+        (1, None)
+    """
+    specs = list(specs)
+    entries = [entry for spec in specs for entry in spec.entries]
+    experts = [expert.rank for spec in specs for expert in spec.experts]
+    has_router = any(entry.kind == "router" for entry in entries)
+    expert_rank = max([0, *experts]) if experts or has_router else None
+    return max([1, *(int(entry.a.shape[0]) for entry in entries)]), expert_rank
 
 
 def _check_targets(
