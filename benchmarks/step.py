@@ -5,12 +5,17 @@
 36 layers of qkv (4096 to 4096 + 1024 + 1024), o (4096 to 4096), gate_up (4096 to 2 x 12288) and
 down (12288 to 4096), weights of their own in each, base layers through
 `torch.nn.functional.linear` with packed weights, no attention, norms or activations: each base
-layer's input is the output of the one before it. A step is one CUDA graph. With LoRA, a step makes
-the plan of its rows once, and each base layer is followed by one operator call for the projections
-that it packs, on the same stream.
+layer's input is the output of the one before it. A step is one CUDA graph, and makes the plan of
+its rows once. Timed are
+
+    base     the base layers alone
+    add      likewise, each followed by the addition of a ready tensor: the least that a kernel of
+             any kind costs between two base layers
+    after    each base layer followed by one operator call for the projections that it packs
+    beside   deltas computed on a second stream beside the base layer, which the fold follows
 
 Before anything is timed, a sampled row of each of one layer's outputs is compared with the CPU
-reference, bit for bit.
+reference, bit for bit; afterwards, all outputs of the last layer of `beside` with `after`.
 """
 
 from __future__ import annotations
@@ -25,12 +30,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.record import add_json_option, describe, save
-from benchmarks.timing import COPY_BYTES_PER_US, graph_us
+from lorafold.bench import H200_COPY_BYTES_PER_US, graph_us
 from lorafold.numerics import default_numerics
 from lorafold.ops import (
     LoraPair,
     LoraRoute,
     Plan,
+    apply_lora_beside,
     apply_lora_bgmv,
     make_plan,
     reference,
@@ -97,26 +103,59 @@ class Step:
         self.plan = Plan.empty(num_rows, num_adapters, device)
         size = max(scratch_bytes(num_rows, len(ns), k, rank) for k, ns in linears.values())
         self.scratch = torch.empty(size, dtype=torch.uint8, device=device)
+        widest = max(sum(ns) for _, ns in linears.values())
+        self._deltas = torch.zeros(num_rows * widest, dtype=torch.bfloat16, device=device)
+        self.last = self.x
         every = [linear for layer in self.layers for linear in layer]
         self.base_bytes = sum(2 * linear.weight.numel() for linear in every)
         self.adapter_bytes = sum(linear.adapter_bytes for linear in every)
 
     def base(self) -> None:
         """The base model's layers alone."""
-        x = self.x
-        for layer in self.layers:
-            for linear in layer:
-                x = F.linear(x[:, : linear.weight.shape[1]], linear.weight)
+        self._run(lambda linear, x: F.linear(x, linear.weight))
 
-    def lora(self) -> None:
+    def add(self) -> None:
+        """The base layers, and an addition to the output of each."""
+
+        def layer(linear: Linear, x: Tensor) -> Tensor:
+            out = F.linear(x, linear.weight)
+            return out.add_(self._deltas[: out.numel()].view_as(out), alpha=SCALE)
+
+        self._run(layer)
+
+    def after(self) -> None:
         """The plan, then each base layer and its adapters, one after the other."""
         make_plan(self.slots, self.plan.num_keys, plan=self.plan)
+
+        def layer(linear: Linear, x: Tensor) -> Tensor:
+            out = F.linear(x, linear.weight)
+            self.fold(linear, x, out)
+            return out
+
+        self._run(layer)
+
+    def beside(self) -> None:
+        """The plan, then each base layer with its adapters on a second stream."""
+        make_plan(self.slots, self.plan.num_keys, plan=self.plan)
+
+        def layer(linear: Linear, x: Tensor) -> Tensor:
+            outs: list[Tensor] = []
+
+            def base() -> tuple[Tensor, ...]:
+                outs.append(F.linear(x, linear.weight))
+                return outs[0].split(linear.n_outs, dim=1)
+
+            apply_lora_beside(linear.routes, x, base, self.slots, plan=self.plan)
+            return outs[0]
+
+        self._run(layer)
+
+    def _run(self, apply: Callable[[Linear, Tensor], Tensor]) -> None:
         x = self.x
         for layer in self.layers:
             for linear in layer:
-                source = x[:, : linear.weight.shape[1]]
-                x = F.linear(source, linear.weight)
-                self.fold(linear, source, x)
+                x = apply(linear, x[:, : linear.weight.shape[1]])
+        self.last = x
 
     def fold(self, linear: Linear, x: Tensor, out: Tensor) -> None:
         """The adapters of one base layer, into its packed output."""
@@ -186,9 +225,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     step = Step(args.rows, args.adapters, args.rank, args.layers)
     compared = check(step, row=args.rows - 1)
-    variants: dict[str, Callable[[], None]] = {"base": step.base, "lora": step.lora}
+    variants: dict[str, Callable[[], None]] = {
+        "base": step.base,
+        "add": step.add,
+        "after": step.after,
+        "beside": step.beside,
+    }
+    times, last = {}, {}
     with torch.inference_mode():
-        times = {name: graph_us([run]) for name, run in variants.items()}
+        for name, run in variants.items():
+            times[name] = graph_us([run])
+            last[name] = step.last.clone()
+    if not torch.equal(last["after"].view(torch.int16), last["beside"].view(torch.int16)):
+        raise SystemExit("`beside` and `after` differ in bits")
     base = times["base"]
     row = {
         "rows": args.rows,
@@ -196,10 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rank": args.rank,
         "layers": args.layers,
         "elements": compared,
-        "base_floor_us": round(step.base_bytes / COPY_BYTES_PER_US, 1),
-        "lora_floor_us": round(step.adapter_bytes / COPY_BYTES_PER_US, 1),
+        "base_floor_us": round(step.base_bytes / H200_COPY_BYTES_PER_US, 1),
+        "lora_floor_us": round(step.adapter_bytes / H200_COPY_BYTES_PER_US, 1),
         **{f"{name}_us": round(us, 1) for name, us in times.items()},
-        "overhead_percent": round(100 * (times["lora"] / base - 1), 1),
+        **{
+            f"{name}_percent": round(100 * (us / base - 1), 1)
+            for name, us in times.items()
+            if name != "base"
+        },
     }
     print(*(f"{k} {v}" for k, v in row.items()), sep="\n")
     record = describe("step", [row])

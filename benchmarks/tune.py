@@ -1,185 +1,276 @@
-"""Time every candidate block size of the shrink and the expand; print the best, keep all.
+"""Time candidate block sizes of the shrink and the expand, and keep the best as a table.
 
-    python -m benchmarks.tune --out tune.jsonl [--sites o,down] [--ranks 16,64]
+    python -m benchmarks.tune [--out tune.json] [--sites o,down] [--ranks 16,64] [--loads 64x8]
+    python -m benchmarks.tune --table tune.json ...
 
-Each candidate is timed alone, in a graph of launches on cold operands. The results feed the rules
-in `lorafold.ops.tiles`; the bit tests run every tile that those rules can return.
+Each candidate is timed alone, in a graph of launches on cold operands, for every height of the
+plan's tiles; its bits are compared with those of the other candidates on the same operands, the
+first of which the bit tests hold. The second form writes the best of such files to
+`src/lorafold/data/tiles.json`, where `lorafold.ops.tiles` looks sizes up; the bit tests run every
+entry.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.sites import SITES, Workload
-from benchmarks.timing import graph_us
-from lorafold.ops.expand import expand_triton
-from lorafold.ops.scratch import num_sums
-from lorafold.ops.shrink import shrink_triton
+import lorafold
+from benchmarks.record import describe
+from lorafold.bench import SITES, Site, Workload, graph_us
+from lorafold.numerics import SEGMENT
+from lorafold.ops import Plan, make_plan, tiles
+from lorafold.ops.launch import Call, prepare
 from lorafold.ops.tiles import ExpandTile, ShrinkTile
 
+__all__ = ["expand_candidates", "main", "shrink_candidates"]
+
 SHARED_MEMORY = 220 * 1024
-LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8), (2048, 8))
+LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8), (1024, 8), (2048, 8), (8192, 1))
+"""(rows, adapters) of the calls that are tuned for."""
+
+EXPERTS = (
+    Site("expert_gate_up", 2048, (1536,)),
+    Site("expert_down", 768, (2048,)),
+)
+"""The projections of Qwen3-30B-A3B's experts: each expert of an adapter is a key of its own."""
+
+EXPERT_LOADS = (
+    (8, 128), (64, 128), (512, 128), (2048, 128), (16384, 128), (512, 1024), (2048, 1024),
+    (16384, 1024),
+)  # fmt: skip
+
+EVERY = SITES | {site.name: site for site in EXPERTS}
+
+TABLE = Path(lorafold.__file__).parent / "data" / "tiles.json"
 
 
-def shrink_candidates(tile_rows: int, k_in: int, rank: int) -> list[ShrinkTile]:
+def shrink_candidates(tile_rows: int, rank: int, num_slices: int) -> list[ShrinkTile]:
+    """Block sizes that fit the device and have work for their warps."""
     found = []
-    for ranks in (16, 32, 64):
+    widest = tiles.next_power_of_2(rank * num_slices)
+    for ranks in (16, 32, 64, 128, 256):
         for block_k, warps, stages in (
-            (64, 2, 4), (64, 4, 3), (64, 4, 5), (128, 2, 4), (128, 4, 3), (128, 4, 5), (256, 2, 4),
-            (256, 4, 3), (256, 4, 5), (1024, 2, 1), (1024, 4, 1), (1024, 8, 1),
+            (64, 2, 4), (64, 4, 3), (64, 4, 5), (64, 8, 4), (128, 2, 4), (128, 4, 3), (128, 4, 5),
+            (128, 8, 3), (256, 4, 3), (1024, 2, 1), (1024, 4, 1),
         ):  # fmt: skip
             size = (ranks + tile_rows) * block_k * 2 * stages
-            enough_work = ranks * tile_rows >= 256 * warps // 4
-            if ranks <= max(16, rank) and size <= SHARED_MEMORY and enough_work:
+            outputs = ranks * tile_rows
+            enough = 128 * warps <= outputs <= 4096 * warps or (outputs == 256 and warps == 2)
+            if ranks <= max(16, widest) and size <= SHARED_MEMORY and enough:
                 found.append(ShrinkTile(tile_rows, tile_rows, ranks, block_k, warps, stages))
     return found
 
 
 def expand_candidates(tile_rows: int, rank: int) -> list[ExpandTile]:
+    """Block sizes that fit the device and have work for their warps."""
     found = []
-    for cols in (32, 64, 128):
-        for warps in (2, 4, 8):
-            if not 256 * warps <= cols * tile_rows <= 4096 * warps:
-                continue
-            for blocks, stages in ((1, 1), (2, 2), (4, 3), (8, 3), (16, 3), (32, 3), (8, 4)):
-                size = stages * cols * 2 * (max(16, rank) + tile_rows)
-                if size < SHARED_MEMORY:
-                    found.append(
-                        ExpandTile(tile_rows, tile_rows, cols, blocks, max(16, rank), warps, stages)
-                    )
+    block_k = max(16, rank)
+    for cols, blocks, warps, stages in (
+        (64, 1, 4, 1), (128, 1, 4, 1), (128, 2, 4, 2), (128, 4, 4, 3), (128, 8, 4, 3),
+        (128, 4, 8, 3), (128, 8, 8, 3), (128, 16, 8, 3), (64, 4, 4, 3), (64, 8, 4, 3),
+        (256, 2, 8, 2), (256, 4, 8, 2),
+    ):  # fmt: skip
+        size = stages * cols * 2 * (block_k + tile_rows)
+        if size < SHARED_MEMORY and cols * tile_rows <= 4096 * warps:
+            found.append(ExpandTile(tile_rows, tile_rows, cols, blocks, block_k, warps, stages))
     return found
 
 
-def launch_shrink(load: Workload, index: int, tile: ShrinkTile) -> None:
-    call = load.calls[index]
-    dtype = torch.float32 if num_sums(load.site.k_in, "mma") else torch.bfloat16
-    shrink_triton(
+def loads_of(site: str) -> tuple[tuple[int, int], ...]:
+    return LOADS if site in SITES else EXPERT_LOADS
+
+
+def heights(num_rows: int, num_adapters: int) -> list[int]:
+    """Heights of a plan's tiles that are worth trying."""
+    average = num_rows / min(num_rows, num_adapters)
+    return [16] if average <= 16 else [16, 32, 64] if average <= 512 else [64]
+
+
+def set_height(load: Workload, tile_rows: int) -> None:
+    """Give a load a plan with tiles of another height."""
+    num_tiles = tiles.max_tiles(load.num_rows, load.num_adapters, tile_rows)
+
+    def unused(size: int) -> Tensor:
+        return torch.full((size,), -1, dtype=torch.int32, device="cuda")
+
+    empty = dataclasses.replace(
+        Plan.empty(load.num_rows, load.num_adapters, "cuda"),
+        block_rows=tile_rows,
+        tile_key=unused(num_tiles),
+        tile_rows=unused(num_tiles * tile_rows),
+    )
+    load.plan = make_plan(load.slots, load.num_adapters, plan=empty)
+
+
+def prepared(
+    load: Workload, shrink: ShrinkTile | None = None, expand: ExpandTile | None = None
+) -> Call:
+    call = load.calls[0]
+    n_outs = tuple(out.shape[1] for out in call.outs)
+    height = load.plan.block_rows, load.plan.tile_key.shape[0]
+    return prepare(
+        load.num_rows, load.site.k_in, n_outs, call.x.stride(0), n_outs, True,
+        (True,) * len(n_outs), load.rank, "mma", 1, False, height[::-1], True, call.x.device,
+        shrink, expand,
+    )  # fmt: skip
+
+
+def run_shrink(load: Workload, tile: ShrinkTile, index: int = 0) -> None:
+    call, plan = load.calls[index], load.plan
+    prepared(load, shrink=tile).shrink(
         call.x,
-        load.scratch.view(dtype),
+        load.scratch,
         tuple(r.a_table for r in call.routes),
         tuple(r.rank_table for r in call.routes),
-        load.plan.tile_key,
-        load.plan.tile_rows,
+        plan.tile_key,
+        plan.tile_rows,
         None,
-        load.num_rows,
-        1,
-        load.site.k_in,
-        load.rank,
-        tile,
-        False,
-        True,
     )
 
 
-def launch_expand(load: Workload, index: int, tile: ExpandTile, segments: int) -> None:
-    call = load.calls[index]
-    expand_triton(
-        load.scratch.view(torch.float32 if segments else torch.bfloat16),
+def run_expand(load: Workload, tile: ExpandTile, index: int = 0) -> None:
+    call, plan = load.calls[index], load.plan
+    prepared(load, expand=tile).expand(
+        load.scratch,
         call.outs,
         tuple(r.b_table for r in call.routes),
         tuple(r.scale_table for r in call.routes),
         tuple(r.rank_table for r in call.routes),
-        load.plan.tile_key,
-        load.plan.tile_rows,
-        load.num_rows,
-        load.rank,
-        segments,
-        tile,
-        False,
-        True,
+        plan.tile_key,
+        plan.tile_rows,
     )
 
 
-def compile_share(work: tuple[str, int, int, int, int, int, str]) -> int:
-    """Compile this process's share of the candidates of one load, into Triton's cache."""
-    site_name, rank, num_rows, num_adapters, share, shares, only = work
-    site = SITES[site_name]
-    load = Workload(site, rank, num_rows, num_adapters, repetitions=1)
-    tile_rows = load.plan.block_rows
+def compile_share(work: tuple[str, int, int, int, int]) -> int:
+    """Compile this process's share of a site's candidates, into Triton's cache."""
+    site_name, rank, height, share, shares = work
+    site = EVERY[site_name]
+    load = Workload(site, rank, 64, 2, repetitions=1)
+    set_height(load, height)
     done = 0
-    for i, tile in enumerate(shrink_candidates(tile_rows, site.k_in, rank)):
-        if i % shares == share and only != "expand":
-            launch_shrink(load, 0, tile)
-            done += 1
-    for i, tile in enumerate(expand_candidates(tile_rows, rank)):
-        for segments in {0, num_sums(site.k_in, "mma")}:
-            if i % shares == share and only != "shrink":
-                launch_expand(load, 0, tile, segments)
-                done += 1
+    for tile in [
+        *shrink_candidates(height, rank, len(site.n_outs)),
+        *expand_candidates(height, rank),
+    ][share::shares]:
+        (run_shrink if isinstance(tile, ShrinkTile) else run_expand)(load, tile)
+        done += 1
     torch.cuda.synchronize()
     return done
 
 
+def check_bits(load: Workload, found: list[ShrinkTile] | list[ExpandTile]) -> None:
+    """Stop if two candidates differ in a bit."""
+    outs, first = load.calls[0].outs, None
+    start = [out.clone() for out in outs]
+    for tile in found:
+        load.scratch.zero_()
+        if isinstance(tile, ShrinkTile):
+            run_shrink(load, tile)
+            result = load.scratch.clone()
+        else:
+            run_shrink(load, shrink_candidates(load.plan.block_rows, load.rank, len(outs))[0])
+            run_expand(load, tile)
+            result = torch.cat([out.flatten() for out in outs]).view(torch.int16)
+            for out, before in zip(outs, start, strict=True):
+                out.copy_(before)
+        if first is not None and not torch.equal(result, first):
+            raise SystemExit(f"{load.site.name} R{load.rank}: {tile} gives other bits")
+        first = result
+
+
+def measure(site: str, rank: int, rows: int, adapters: int) -> Iterator[dict[str, Any]]:
+    """One row per height of the plan's tiles: all candidates, fastest first."""
+    load = Workload(EVERY[site], rank, rows, adapters, repetitions=160)
+    indices = range(len(load.calls))
+    for height in heights(rows, adapters):
+        set_height(load, height)
+        shrinks = shrink_candidates(height, rank, len(EVERY[site].n_outs))
+        expands = expand_candidates(height, rank)
+        row: dict[str, Any] = {
+            "site": site, "slices": len(EVERY[site].n_outs), "rank": rank, "rows": rows,
+            "adapters": adapters, "tile_rows": height, "num_tiles": load.plan.tile_key.shape[0],
+            "k_in": EVERY[site].k_in, "columns": sum(EVERY[site].n_outs),
+            "floor_us": round(load.floor_us, 2),
+        }  # fmt: skip
+        for name, found, run in (("shrink", shrinks, run_shrink), ("expand", expands, run_expand)):
+            check_bits(load, found)
+            timed = [(graph_us([partial(run, load, t, i) for i in indices], 3), t) for t in found]
+            timed.sort(key=lambda pair: pair[0])
+            row[name] = [[round(us, 2), *dataclasses.astuple(t)] for us, t in timed]
+        yield row
+
+
+def write_table(records: list[dict[str, Any]]) -> None:
+    """The fastest block sizes of each shape, as `lorafold.ops.tiles` reads them."""
+    table: dict[str, Any] = {k: records[0][k] for k in ("device", "date", "torch", "triton")}
+    table["shrink"], table["expand"] = [], []
+    for row in (row for record in records for row in record["rows"]):
+        height, num_tiles, ranks = row["tile_rows"], row["num_tiles"], row["rank"] * row["slices"]
+        segments = tiles.cdiv(row["k_in"], SEGMENT)
+        shrink, expand = row["shrink"][0], row["expand"][0]
+        table["shrink"].append([[height, num_tiles, ranks, row["slices"], segments], shrink[3:]])
+        shape = [height, num_tiles, row["rank"], row["columns"], segments]
+        table["expand"].append([shape, [*expand[3:5], *expand[6:]]])
+    lines = json.dumps(table).replace("[[[", "[\n[[").replace("]], [[", "]],\n[[")
+    TABLE.write_text(lines + "\n")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="tune.jsonl")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("tune.json"))
     parser.add_argument("--sites", default=",".join(SITES))
     parser.add_argument("--ranks", default="16,64")
-    parser.add_argument("--only", choices=("shrink", "expand"))
+    parser.add_argument("--loads", help="rowsxadapters, ...")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="write the table")
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
+    if args.table:
+        write_table([json.loads(file.read_text()) for file in args.table])
+        return
     started = time.monotonic()
     keys = [(s, int(r)) for s in args.sites.split(",") for r in args.ranks.split(",")]
-    # One load per distinct tile height covers all kernels of a site and rank.
+    loads = args.loads and [tuple(map(int, load.split("x"))) for load in args.loads.split(",")]
     work = [
-        (s, r, rows, adapters, share, 4, args.only or "")
-        for s, r in keys
-        for rows, adapters in ((64, 8), (2048, 8))
-        for share in range(4)
+        (site, rank, height, share, 2)
+        for site, rank in keys
+        for height in sorted({h for load in loads or loads_of(site) for h in heights(*load)})
+        for share in (0, 1)
     ]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         compiled = sum(pool.map(compile_share, work))
     print(f"compiled {compiled} candidates in {time.monotonic() - started:.0f} s", flush=True)
-    with Path(args.out).open("w") as out:
-        for (site, rank), (rows, adapters) in ((k, ra) for ra in LOADS for k in keys):
-            if time.monotonic() - started > args.seconds:
-                print("out of time")
-                break
-            load = Workload(SITES[site], rank, rows, adapters, repetitions=200)
-            n = range(len(load.calls))
-            tile_rows = load.plan.block_rows
-            shrinks = [
-                (graph_us([partial(launch_shrink, load, i, t) for i in n], 3), t)
-                for t in shrink_candidates(tile_rows, load.site.k_in, rank)
-                if args.only != "expand"
-            ]
-            expands = [
-                (graph_us([partial(launch_expand, load, i, t, g) for i in n], 3), g, t)
-                for t in expand_candidates(tile_rows, rank)
-                for g in (0, num_sums(load.site.k_in, "mma"))
-                if args.only != "shrink"
-            ]
-            record = {
-                "site": site, "rank": rank, "rows": rows, "adapters": adapters,
-                "floor_us": load.floor_us, "repetitions": len(load.calls),
-                "shrink": [(us, *vars(t).values()) for us, t in shrinks],
-                "expand": [(us, g, *vars(t).values()) for us, g, t in expands],
-            }  # fmt: skip
-            out.write(json.dumps(record) + "\n")
-            out.flush()
-            print(
-                f"{site:8} R{rank:<3} T{rows:<5} L{adapters:<3} floor {load.floor_us:6.1f}", end=""
+    rows: list[dict[str, Any]] = []
+    for site, rank, load in ((*key, load) for key in keys for load in loads or loads_of(key[0])):
+        if time.monotonic() - started > args.seconds:
+            print("out of time")
+            break
+        for row in measure(site, rank, *load):
+            rows.append(row)
+            best = "; ".join(
+                f"{name} "
+                + " ".join(f"{us}:{','.join(map(str, t[2:]))}" for us, *t in row[name][:3])
+                for name in ("shrink", "expand")
             )
-            if shrinks:
-                us, t = min(shrinks, key=lambda s: s[0])
-                shape = f"r{t.block_ranks} k{t.block_k} w{t.num_warps} s{t.num_stages}"
-                print(f" | shrink {us:6.2f} {shape}", end="")
-            for segments in sorted({g for _, g, _ in expands}):
-                for blocks in (False, True):
-                    some = [e for e in expands if e[1] == segments and (e[2].blocks > 1) == blocks]
-                    us, _, x = min(some, key=lambda e: e[0])
-                    shape = f"c{x.block_cols} b{x.blocks} w{x.num_warps} s{x.num_stages}"
-                    print(f" | seg{segments} {us:6.2f} {shape}", end="")
-            print(flush=True)
+            print(
+                f"{site} R{rank} T{load[0]} L{load[1]} tile {row['tile_rows']} "
+                f"floor {row['floor_us']}: {best}",
+                flush=True,
+            )
+        args.out.write_text(json.dumps(describe("tune", rows)) + "\n")
+    print(f"{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

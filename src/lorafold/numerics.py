@@ -7,6 +7,7 @@ depends on the batch.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -76,9 +77,12 @@ def default_numerics(device: torch.device) -> Numerics:
     chosen = os.environ.get("LORAFOLD_NUMERICS", "").strip().lower()
     if chosen:
         return resolve(chosen, device)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) in _MEASURED:
-        return "mma"
-    return "gemv"
+    return "mma" if device.type == "cuda" and _is_measured(device) else "gemv"
+
+
+@functools.cache
+def _is_measured(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) in _MEASURED
 
 
 def resolve(numerics: str | None, device: torch.device) -> Numerics:

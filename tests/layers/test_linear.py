@@ -106,7 +106,7 @@ def test_without_routing_and_for_base_rows_the_layer_is_its_base(
     def forbidden(*args: object, **kwargs: object) -> None:
         raise AssertionError("a batch of base rows must not call the operator")
 
-    monkeypatch.setattr("lorafold.layers.linear.apply_lora_bgmv", forbidden)
+    monkeypatch.setattr("lorafold.layers.linear.apply_lora_beside", forbidden)
     layer, routing = make_layer()
     x = random(2, K_IN, seed=6)
     assert torch.equal(layer(x), layer.base(x))
@@ -316,13 +316,13 @@ def alone(layer: RoutedLinear, x: Tensor) -> Tensor:
 def operator_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of routes of every operator call."""
     calls: list[int] = []
-    operator = linear.apply_lora_bgmv
+    operator = linear.apply_lora_beside
 
-    def counted(routes: list[LoraRoute], *args: Any, **kwargs: Any) -> None:
+    def counted(routes: list[LoraRoute], *args: Any, **kwargs: Any) -> Any:
         calls.append(len(routes))
-        operator(routes, *args, **kwargs)
+        return operator(routes, *args, **kwargs)
 
-    monkeypatch.setattr(linear, "apply_lora_bgmv", counted)
+    monkeypatch.setattr(linear, "apply_lora_beside", counted)
     return calls
 
 

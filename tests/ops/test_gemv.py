@@ -94,9 +94,8 @@ def test_a_row_does_not_see_the_others(k):
 def test_blocks_do_not_change_bits(monkeypatch):
     x, w = random_bf16(6, 7, 584), random_bf16(7, 33, 584)
     whole = gemv_dot(x, w)
-    for lanes, products in ((1, 1), (1 << 8, 1 << 9), (1 << 12, 1 << 30)):
+    for lanes in (1, 1 << 8, 1 << 12):
         monkeypatch.setattr(gemv, "_BLOCK_LANES", lanes)
-        monkeypatch.setattr(gemv, "_HELD_PRODUCTS", products)
         assert_same(gemv_dot(x, w), whole)
 
 

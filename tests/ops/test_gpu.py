@@ -6,19 +6,23 @@ CPU reference: all the same bits.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from lorafold.errors import RouteError
 from lorafold.ops import (
     LoraRoute,
     Plan,
+    apply_lora_beside,
     apply_lora_bgmv,
     apply_lora_delta,
     make_plan,
     scratch_bytes,
     tiles,
 )
-from tests.ops.cases import Case, assert_same_bits, make_case, poisoned
+from tests.ops.cases import Case, assert_same_bits, bits, make_case, poisoned
 from tests.ops.test_kernels import run
 
 pytestmark = [
@@ -87,6 +91,81 @@ def test_replay_with_other_slots(numerics, k_in, n_outs):
         graph.replay()
         for buffer, truth in zip(case.out_buffers, eager, strict=True):
             assert_same_bits(buffer, truth)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize(("k_in", "n_outs"), SITES)
+def test_beside_the_base_layer(numerics, k_in, n_outs):
+    """Three layers in one graph, each of which changes what the next one reads."""
+    cases = [build(k_in, n_outs, 64, seed) for seed in range(3)]
+    slots, num_keys = cases[0].slots, cases[0].routes[0].max_loras
+    plan = make_plan(slots, num_keys)
+    starts = [[out.clone() for out in case.outs] for case in cases]
+
+    def forward(apply) -> list[torch.Tensor]:
+        make_plan(slots, num_keys, plan=plan)
+        results, x = [], cases[0].x
+        for case, start in zip(cases, starts, strict=True):
+            outs = apply(case.routes, x, start)
+            results += outs
+            x = case.x + outs[0].float().mean(1, keepdim=True).bfloat16()
+        return results
+
+    def one_after_the_other(routes, x, start):
+        outs = [out.clone() for out in start]
+        apply_lora_bgmv(routes, x, outs, slots, plan=plan, numerics=numerics)
+        return outs
+
+    def beside(routes, x, start):
+        def base() -> list[torch.Tensor]:
+            return [out.clone() for out in start]
+
+        return apply_lora_beside(routes, x, base, slots, plan=plan, numerics=numerics)
+
+    forward(beside)  # not captured: compiles the usual kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward(beside)
+    for shift in range(4):
+        slots.copy_(slots.roll(5 * shift + 1))
+        expected = forward(one_after_the_other)
+        for result in captured:
+            result.fill_(float("nan"))
+        graph.replay()
+        for at, (result, truth) in enumerate(zip(captured, expected, strict=True)):
+            assert_same_bits(result, truth, f"output {at}")
+    assert not torch.equal(bits(captured[0]), bits(starts[0][0]))
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize(("k_in", "n_outs"), SITES)
+def test_repeats_with_one_plan(numerics, k_in, n_outs):
+    """Repeats skip what the first call has checked: other addresses, contents and layouts."""
+    first = build(k_in, n_outs, 48)
+    plan, num_keys = make_plan(first.slots, first.routes[0].max_loras), first.routes[0].max_loras
+    cases = [build(k_in, n_outs, 48, seed) for seed in range(5)]
+    memory = poisoned((2, 48 * (max(k_in, *n_outs) + 8)), "cuda").flatten()
+    misaligned = torch.as_strided(memory, first.x.shape, first.x.stride(), 1)
+    for at, new in enumerate([first, *cases]):
+        x = misaligned.copy_(new.x) if at == 4 else new.x
+        first.slots.copy_(new.slots)
+        make_plan(first.slots, num_keys, plan=plan)
+        case = dataclasses.replace(first, x=x, outs=new.outs, out_buffers=new.out_buffers)
+        expected = case.truth(numerics, by_slot=True)
+        call(case, numerics, plan)
+        for buffer, truth in zip(case.out_buffers, expected, strict=True):
+            assert_same_bits(buffer, truth, f"call {at}")
+    x, out = (torch.as_strided(memory, t.shape, t.stride(), 0) for t in (first.x, first.outs[0]))
+    overlapping = dataclasses.replace(first, x=x, outs=[out, *first.outs[1:]])
+    with pytest.raises(RouteError, match="overlap"):
+        call(overlapping, numerics, plan)
+    wrong = dataclasses.replace(first, outs=[out.float() for out in first.outs])
+    with pytest.raises(RouteError, match="must be bfloat16"):
+        call(wrong, numerics, plan)
+    small = torch.empty(16, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RouteError, match="scratch must be"):
+        call(first, numerics, plan, small)
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)

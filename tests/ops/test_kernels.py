@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lorafold.ops import Plan, reference, scratch_bytes, tiles
+from lorafold.ops.fold import fold_triton
 from lorafold.ops.group import group_triton
 from lorafold.ops.launch import routed_triton
 from tests.ops.cases import Case, assert_same_bits, make_case, poisoned
@@ -27,6 +28,7 @@ def run(
     shrink: tiles.ShrinkTile | None = None,
     expand: tiles.ExpandTile | None = None,
     plan: Plan | None = None,
+    folds: bool = True,
 ) -> None:
     """One call of the kernels, with poisoned scratch."""
     first = case.routes[0]
@@ -53,6 +55,7 @@ def run(
         scratch,
         shrink,
         expand,
+        folds=folds,
     )
 
 
@@ -137,6 +140,38 @@ def test_tile_sizes_do_not_change_bits(device, numerics):
             case = make_case(*shape, device=device)
             run(case, numerics, shrink=shrink, expand=expand)
             assert_same_bits(case.out_buffers[0], expected[0], f"{shrink} {expand}")
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize(("max_rank", "block_ranks"), [(8, 32), (8, 16), (12, 16), (24, 64)])
+def test_a_block_of_ranks_may_hold_several_slices(device, numerics, max_rank, block_ranks):
+    shape = (7, [max_rank, None, 3], 1040, [16, 8, 24], max_rank)
+    expected = make_case(*shape, device=device).truth(numerics)
+    block_k, rows = (512, 4) if numerics == "gemv" else (64, 16)
+    case = make_case(*shape, device=device)
+    run(case, numerics, shrink=tiles.ShrinkTile(16, rows, block_ranks, block_k, 4, 2))
+    for buffer, truth in zip(case.out_buffers, expected, strict=True):
+        assert_same_bits(buffer, truth, numerics)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("n_outs", [[40], [16, 8, 520]])
+def test_deltas_first_then_the_fold(device, numerics, n_outs):
+    case = make_case(9, [5, None, 8], 1040, n_outs, 8, device=device, out_pad=5)
+    expected = case.truth(numerics)
+    buffer = poisoned((9, sum(n_outs) + 3), device)
+    deltas = buffer[:, : sum(n_outs)].split(n_outs, dim=1)
+    outs = case.outs
+    run(dataclasses.replace(case, outs=deltas), numerics, folds=False)
+    b_tables, scale_tables = (
+        tuple(getattr(route, name) for route in case.routes) for name in ("b_table", "scale_table")
+    )
+    fold_triton(deltas, tuple(outs), b_tables, scale_tables, case.slots)
+    for out, truth in zip(case.out_buffers, expected, strict=True):
+        assert_same_bits(out, truth, numerics)
+    base = case.slots.cpu() == 1  # has no adapter
+    untouched = poisoned(tuple(buffer.shape), device)[base]
+    assert_same_bits(buffer[base], untouched, "rows without an adapter have no delta")
 
 
 def test_segments_are_added_apart(device):

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lorafold.ops.group import group_gathered_triton
 from lorafold.ops.keys import gather_keys, grouped_keys
 from lorafold.ops.keys_triton import gather_keys_triton, grouped_keys_triton
+from lorafold.ops.plan import Plan
 
 NUM_EXPERTS, MAX_LORAS = 5, 3
 
@@ -71,6 +73,26 @@ def test_gathered_keys_are_slot_and_expert(device: str, data: st.DataObject) -> 
     on_cpu = gather_keys(ints(experts, "cpu"), ints(slots, "cpu"), top_k, NUM_EXPERTS, MAX_LORAS)
     assert on_cpu.tolist() == want
     assert on_cpu.dtype == torch.int32
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 300])
+def test_a_gathered_plan_is_that_of_its_keys(device: str, num_tokens: int) -> None:
+    """Few rows have their keys computed by the kernel that groups them; 300 * 4 rows do not."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    experts = torch.randint(-1, NUM_EXPERTS + 1, (num_tokens * 4,), generator=generator)
+    slots = torch.randint(-1, MAX_LORAS, (num_tokens,), generator=generator, dtype=torch.int32)
+    plan = Plan.empty(num_tokens * 4, NUM_EXPERTS * MAX_LORAS, device)
+    for _ in range(2):  # the second time, buffers are full of the first
+        group_gathered_triton(experts.to(device), slots.to(device), 4, NUM_EXPERTS, MAX_LORAS, plan)
+        keys = gather_keys(experts, slots, 4, NUM_EXPERTS, MAX_LORAS)
+        assert torch.equal(plan.keys.cpu(), keys)
+        found = plan.tile_rows.cpu().view(-1, plan.block_rows)
+        of_tile = plan.tile_key.cpu()
+        for key in range(plan.num_keys):
+            rows = found[of_tile == key].flatten()
+            wanted = (keys == key).nonzero().flatten().tolist()
+            assert sorted(rows[rows >= 0].tolist()) == wanted
+        assert int((found >= 0).sum()) == int((keys >= 0).sum())
 
 
 def test_an_expert_id_that_wraps_in_32_bits_is_beyond_the_table(device: str) -> None:

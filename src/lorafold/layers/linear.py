@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lorafold.errors import RouteError
 from lorafold.layers.routing import Routing, Rows
-from lorafold.ops import apply_lora_bgmv
+from lorafold.ops import apply_lora_beside
 from lorafold.ops.levers import NO_FFN
 from lorafold.route import LoraRoute
 
@@ -180,13 +180,17 @@ def _routed_outputs(layers: Sequence[RoutedLinear], x: Tensor, rows: Rows) -> li
             f"`{layers[0].name}` got {tuple(x.shape)}, but this forward has {num_rows} rows of "
             f"{k_in} features for it; call the whole model, with one adapter per sequence"
         )
-    outs = [layer.base(x) for layer in layers]
-    # reshape copies where it cannot make a view, so its results are what is returned.
-    flat = [out.reshape(num_rows, at.out_features) for out, at in zip(outs, layers, strict=True)]
-    apply_lora_bgmv(
+    outs: list[Tensor] = []
+
+    def base() -> list[Tensor]:
+        outs.extend([layer.base(x) for layer in layers])
+        # reshape copies where it cannot make a view, so its results are what is returned.
+        return [out.reshape(num_rows, out.shape[-1]) for out in outs]
+
+    flat = apply_lora_beside(
         [layer.route for layer in layers],
         x.reshape(num_rows, k_in),
-        flat,
+        base,
         rows.seq_slot,
         plan=rows.plan,
     )

@@ -5,6 +5,7 @@ by Triton kernels; both give the contract's bits.
 """
 
 from lorafold.expert_route import ExpertTables, MoeExpertRoute, pack_expert_tables
+from lorafold.ops.beside import apply_lora_beside
 from lorafold.ops.dense import apply_lora_bgmv, apply_lora_delta
 from lorafold.ops.experts import (
     MLG_M_TILE,
@@ -30,6 +31,7 @@ __all__ = [
     "LoraRoute",
     "MoeExpertRoute",
     "Plan",
+    "apply_lora_beside",
     "apply_lora_bgmv",
     "apply_lora_delta",
     "gather_bgmv_grids",

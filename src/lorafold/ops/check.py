@@ -107,6 +107,11 @@ def check_scratch(scratch: Tensor | None, route: Tables, num_routes: int, num_ro
             f"scratch must be a contiguous uint8 vector of at least {needed} bytes on "
             f"{route.device}; given: {list(scratch.shape)} {scratch.dtype} on {scratch.device}"
         )
+    if scratch.storage_offset() % 16:
+        raise RouteError(
+            "scratch must start at a multiple of 16 bytes; given: a view that starts at byte "
+            f"{scratch.storage_offset()}"
+        )
 
 
 def _check_matrix(name: str, t: Tensor, rows: int, columns: int, device: torch.device) -> None:

@@ -12,10 +12,10 @@ from lorafold.numerics import Numerics, resolve
 from lorafold.ops.check import check_keys, check_operands, check_routes, check_scratch
 from lorafold.ops.levers import GEMV_MAX_M, NO_APPLY
 from lorafold.ops.plan import Plan
-from lorafold.ops.routed import routed_delta
+from lorafold.ops.routed import is_traced, routed_delta
 from lorafold.route import LoraPair, LoraRoute
 
-__all__ = ["apply_lora_bgmv", "apply_lora_delta"]
+__all__ = ["apply_lora_bgmv", "apply_lora_delta", "tables_of"]
 
 
 def apply_lora_delta(
@@ -64,7 +64,7 @@ def apply_lora_delta(
     chosen = resolve(numerics, x.device)
     if NO_APPLY or not num_rows:
         return
-    routed_delta(x, (base_out,), None, (_tables(route),), route.max_rank, chosen, scratch=scratch)
+    routed_delta(x, (base_out,), None, (tables_of(route),), route.max_rank, chosen, scratch=scratch)
 
 
 def apply_lora_bgmv(
@@ -114,12 +114,15 @@ def apply_lora_bgmv(
     """
     routes = (route,) if isinstance(route, LoraRoute) else tuple(route)
     outs = (base_out,) if isinstance(base_out, Tensor) else tuple(base_out)
+    chosen = resolve(numerics, x.device)
+    ready = None if plan is None or is_traced(x) else plan.ready.get(routes)
+    if ready is not None and ready.run(x, outs, seq_slot, scratch, chosen):
+        return
     check_routes(routes, outs)
     num_rows = outs[0].shape[0]
     check_operands(routes, x, outs, num_rows, num_rows)
     check_keys("seq_slot", seq_slot, num_rows, routes[0].device)
     check_scratch(scratch, routes[0], len(routes), num_rows)
-    chosen = resolve(numerics, x.device)
     tile_key, tile_rows = _tiles(plan, num_rows, routes[0].max_loras, x.device)
     if NO_APPLY or not num_rows:
         return
@@ -127,16 +130,23 @@ def apply_lora_bgmv(
         x,
         outs,
         seq_slot,
-        tuple(_tables(r) for r in routes),
+        tuple(tables_of(r) for r in routes),
         routes[0].max_rank,
         chosen,
         tile_key=tile_key,
         tile_rows=tile_rows,
         scratch=scratch,
     )
+    if plan is not None and x.is_cuda and not is_traced(x):
+        from lorafold.ops.ready import Ready
+
+        # The plan of a prompt is used once; what comes back is worth preparing.
+        is_back = routes in plan.ready
+        plan.ready[routes] = Ready(routes, x, outs, seq_slot, plan, chosen) if is_back else None
 
 
-def _tables(route: LoraRoute) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tables_of(route: LoraRoute) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A addresses, B addresses, scales, ranks."""
     return route.a_table, route.b_table, route.scale_table, route.rank_table
 
 

@@ -8,29 +8,24 @@ The plan, the tables and B are read before the wait for the shrink; xa and out a
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lorafold.ops import tiles
-from lorafold.ops.compiled import is_aligned, launch
+from lorafold.ops.compiled import Launch
 from lorafold.ops.dot import gemv_total
-from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
+from lorafold.ops.rows import (
+    fold,
+    let_next_start,
+    program_rows,
+    select,
+    slice_of,
+    wait_for_predecessor,
+)
 
-__all__ = ["expand_kernel", "expand_triton"]
-
-
-@triton.jit
-def _slice_of(program, n_outs, width):
-    """The slice whose columns a program works on, and that slice's first program."""
-    slice_id = program * 0
-    first = program * 0
-    border = program * 0
-    for i in tl.static_range(1, len(n_outs)):
-        border += tl.cdiv(n_outs[i - 1], width)
-        slice_id = tl.where(program >= border, i, slice_id)
-        first = tl.where(program >= border, border, first)
-    return slice_id, first
+__all__ = ["expand_kernel", "expand_launch"]
 
 
 @triton.jit
@@ -64,10 +59,16 @@ def _load_xa(ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS: tl.const
 
 
 @triton.jit
-def _fold(out_ptrs, mask, out, delta, scale):
-    """The contract's last two roundings: the delta to bf16, the scaled sum to bf16."""
-    folded = out.to(tl.float32) + scale * delta.to(tl.bfloat16).to(tl.float32)
-    tl.store(out_ptrs, folded.to(tl.bfloat16), mask=mask)
+def _load_out(out_ptrs, mask, FOLD: tl.constexpr):
+    """What deltas are folded into, if they are."""
+    return tl.load(out_ptrs, mask=mask, other=0.0) if FOLD else 0.0
+
+
+@triton.jit
+def _finish(out_ptrs, mask, out, delta, scale, FOLD: tl.constexpr):
+    """Round the delta to bf16, then fold it, or store it as it is."""
+    delta = delta.to(tl.bfloat16)
+    tl.store(out_ptrs, fold(out, delta, scale) if FOLD else delta, mask=mask)
 
 
 @triton.jit(
@@ -101,6 +102,7 @@ def expand_kernel(
     LOOP: tl.constexpr,
     STAGES: tl.constexpr,
     GEMV: tl.constexpr,
+    FOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[row, n] += scale * bf16(dot(xa[row], B[n])) for one tile and a run of columns."""
@@ -110,7 +112,7 @@ def expand_kernel(
     if key < 0:
         wait_for_predecessor(PDL)
         return
-    slice_id, first = _slice_of(tl.program_id(1), n_outs, blocks * BLOCK_COLS)
+    slice_id, first = slice_of(tl.program_id(1), n_outs, blocks * BLOCK_COLS)
     b_address = tl.load(select(b_tables, slice_id) + key)
     if b_address == 0:
         wait_for_predecessor(PDL)
@@ -124,34 +126,34 @@ def expand_kernel(
     out_row_ptrs = select(out_ptrs, slice_id) + out_rows[:, None]  # [BLOCK_ROWS, 1]
     plane_stride = num_rows.to(tl.int64) * max_rank
     planes = SEGMENTS if SEGMENTS > 0 else 1
-    xa_ptrs = (
-        xa_ptr + slice_id * planes * plane_stride + rows.to(tl.int64) * max_rank
-    )  # [BLOCK_ROWS]
+    xa_type: tl.constexpr = tl.float32 if SEGMENTS > 0 else tl.bfloat16
+    xa_ptr = xa_ptr.to(tl.pointer_type(xa_type)) + slice_id * planes * plane_stride
+    xa_ptrs = xa_ptr + rows.to(tl.int64) * max_rank  # [BLOCK_ROWS]
     begin = (tl.program_id(1) - first) * blocks * BLOCK_COLS
     cols = begin + tl.arange(0, BLOCK_COLS)
     ks = tl.arange(0, BLOCK_K)
     if GEMV:
         wait_for_predecessor(PDL)
         mask = has_row[:, None] & (cols < n_out)[None, :]
-        out = tl.load(out_row_ptrs + cols[None, :], mask=mask, other=0.0)
+        out = _load_out(out_row_ptrs + cols[None, :], mask, FOLD)
         b_ptrs = b_ptr + cols.to(tl.int64) * max_rank  # [BLOCK_COLS]
         delta = gemv_total(
             xa_ptrs, has_row, b_ptrs, cols < n_out, rank, BLOCK_ROWS, BLOCK_COLS, BLOCK_K // 8
         )
-        _fold(out_row_ptrs + cols[None, :], mask, out, delta, scale)
+        _finish(out_row_ptrs + cols[None, :], mask, out, delta, scale, FOLD)
     elif not LOOP:
         # Few programs: what matters is latency, so B is on its way before the wait.
         mask = has_row[:, None] & (cols < n_out)[None, :]
         b = _load_b(b_ptr, cols, n_out, ks, rank, max_rank)
         wait_for_predecessor(PDL)
-        out = tl.load(out_row_ptrs + cols[None, :], mask=mask, other=0.0)
+        out = _load_out(out_row_ptrs + cols[None, :], mask, FOLD)
         xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
         delta = tl.dot(xa, tl.trans(b))
         for k in range(BLOCK_K, rank, BLOCK_K):
             b = _load_b(b_ptr, cols, n_out, k + ks, rank, max_rank)
             xa = _load_xa(xa_ptrs, has_row, k + ks, rank, max_rank, plane_stride, SEGMENTS)
             delta = tl.dot(xa, tl.trans(b), delta)
-        _fold(out_row_ptrs + cols[None, :], mask, out, delta, scale)
+        _finish(out_row_ptrs + cols[None, :], mask, out, delta, scale, FOLD)
     else:
         # Many programs: xa is added up once for all column blocks, whose loads are pipelined.
         wait_for_predecessor(PDL)
@@ -162,49 +164,37 @@ def expand_kernel(
             at = start + tl.arange(0, BLOCK_COLS)
             mask = has_row[:, None] & (at < n_out)[None, :]
             b = _load_b(b_ptr, at, n_out, ks, rank, max_rank)
-            out = tl.load(out_row_ptrs + at[None, :], mask=mask, other=0.0)
-            _fold(out_row_ptrs + at[None, :], mask, out, tl.dot(xa, tl.trans(b)), scale)
+            out = _load_out(out_row_ptrs + at[None, :], mask, FOLD)
+            _finish(out_row_ptrs + at[None, :], mask, out, tl.dot(xa, tl.trans(b)), scale, FOLD)
 
 
-def expand_triton(
-    xa: Tensor,
-    outs: tuple[Tensor, ...],
-    b_tables: tuple[Tensor, ...],
-    scale_tables: tuple[Tensor, ...],
-    rank_tables: tuple[Tensor, ...],
-    tile_key: Tensor | None,
-    tile_rows: Tensor | None,
+@functools.lru_cache(4096)
+def expand_launch(
     num_rows: int,
+    row_programs: int,
     max_rank: int,
     segments: int,
+    n_outs: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    are_aligned: tuple[bool, ...],
+    has_plan: bool,
     tile: tiles.ExpandTile,
     gemv: bool,
+    folds: bool,
     pdl: bool,
-) -> None:
-    """Launch the expand. `segments` is 0 where xa is bfloat16 and ready, else the number of fp32
-    segment sums to add. outs: one [num_rows, n_out] bfloat16 view per slice, changed in place.
+) -> Launch:
+    """The launch of an expand: xa, outs, B tables, scale tables, rank tables, tile_key, tile_rows.
+
+    `segments` is 0 where xa is bfloat16 and ready, else the number of fp32 segment sums to add.
+    outs: one [num_rows, n_out] bfloat16 view per slice, changed in place: the deltas are folded
+    into them, or, without `folds`, stored as they are.
     """
-    n_outs = tuple(out.shape[1] for out in outs)
-    programs = sum(tiles.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
-    strides = tuple(out.stride(0) for out in outs)
-    launch(
+    column_programs = sum(tiles.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
+    return Launch(
         expand_kernel,
-        (max_rank, n_outs, strides, tile_key is None, *map(is_aligned, outs)),
-        (tile.programs(num_rows, tile_key), programs, 1),
-        (
-            xa,
-            outs,
-            b_tables,
-            scale_tables,
-            rank_tables,
-            tile_key,
-            tile_rows,
-            num_rows,
-            max_rank,
-            n_outs,
-            strides,
-            tile.blocks,
-        ),
+        (max_rank, n_outs, out_strides, has_plan, are_aligned),
+        (row_programs, column_programs, 1),
+        (num_rows, max_rank, n_outs, out_strides, tile.blocks),
         (
             tile.tile_rows,
             tile.block_rows,
@@ -214,6 +204,7 @@ def expand_triton(
             tile.blocks > 1,
             tile.num_stages,
             gemv,
+            folds,
             pdl,
         ),
         num_warps=tile.num_warps,

@@ -15,7 +15,7 @@ from lorafold.errors import RouteError
 from lorafold.expert_route import MoeExpertRoute
 from lorafold.numerics import Numerics, resolve
 from lorafold.ops.check import check_keys, check_operands, check_scratch
-from lorafold.ops.keys import gather_keys, grouped_keys
+from lorafold.ops.keys import grouped_keys, make_gathered_plan
 from lorafold.ops.levers import NO_APPLY
 from lorafold.ops.plan import Plan, make_plan
 from lorafold.ops.routed import routed_delta
@@ -136,10 +136,7 @@ def plan_gather(
     _check_gather(route, indices, row_adapter, top_k)
     if plan is None:
         plan = Plan.empty(indices.shape[0], route.num_keys, route.device)
-    keys = gather_keys(
-        indices, row_adapter, top_k, route.num_experts, route.max_loras, out=plan.keys
-    )
-    return make_plan(keys, route.num_keys, plan=plan)
+    return make_gathered_plan(indices, row_adapter, top_k, route.num_experts, route.max_loras, plan)
 
 
 def moe_lora_grouped_down(

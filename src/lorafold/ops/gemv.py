@@ -6,6 +6,8 @@ the library uses.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,12 +21,12 @@ from lorafold.ops.operands import (
     require_subnormals,
 )
 
-__all__ = ["gemv_dot"]
+__all__ = ["gemv_dot", "gemv_tiles"]
 
 _LANES = 64
 _VECTOR = 8  # elements that a lane takes at a time
 _BLOCK_LANES = 1 << 15  # accumulators worked on at a time: 128 KiB, which stays in L2
-_HELD_PRODUCTS = 1 << 17  # products of several steps made at a time: 512 KiB
+_TILE_LANES = 1 << 17  # of many small matrices, where fewer operations count more: 512 KiB
 
 
 def gemv_dot(x: Tensor, w: Tensor) -> Tensor:
@@ -51,96 +53,190 @@ def gemv_dot(x: Tensor, w: Tensor) -> Tensor:
     """
     batch = broadcast_batch(x, w)
     require_subnormals()
-    out = torch.zeros((*batch, int(x.shape[-2]), int(w.shape[-2])), dtype=torch.float32)
-    runs = _runs(int(x.shape[-1]))
-    if not runs or not out.numel():
+    num_x, num_w, k = int(x.shape[-2]), int(w.shape[-2]), int(x.shape[-1])
+    out = torch.zeros((*batch, num_x, num_w), dtype=torch.float32)
+    if not k or not out.numel():
         return out
-    lanes = 1 << (max(count for _, _, count in runs) - 1).bit_length()
+    lanes = _lanes(k)
     # The longer of the two inner dimensions lies contiguous in memory, for the vector units.
-    rows_inner = int(w.shape[-2]) > lanes
+    rows_inner = num_w > lanes
     if x.shape[:-2] == w.shape[:-2]:  # one pass over both, which counts when they are small
         both = torch.cat([x, w], -2)
         exact = _products_are_exact(both, both) or _products_are_exact(x, w)
-        steps = _by_lane(both, lanes, rows_inner)
-        left, right = steps[..., : x.shape[-2], :], steps[..., x.shape[-2] :, :]
+        runs = [run.split_with_sizes([num_x, num_w], -2) for run in _runs(both, rows_inner)]
     else:
         exact = _products_are_exact(x, w)
         dims = len(batch) + 2
-        left, right = (_by_lane(t[(None,) * (dims - t.dim())], lanes, rows_inner) for t in (x, w))
-    left, right = left.unsqueeze(-2), right.unsqueeze(-3)
-    accumulate = _accumulate if exact else _accumulate_fused
+        sides = [_runs(t[(None,) * (dims - t.dim())], rows_inner) for t in (x, w)]
+        runs = list(zip(*sides, strict=True))
+    pairs = [(left.unsqueeze(-2), right.unsqueeze(-3)) for left, right in runs]
+    accumulate = _add_exact if exact else _add_fused
     for block in blocks((*out.shape, lanes), _BLOCK_LANES):
-        a, b, part = operand_block(left, block, 1), operand_block(right, block, 1), out[block]
-        acc = _empty((*part.shape, lanes), rows_inner).zero_()
-        for start, stop, count in runs:
-            active = (acc, a[start:stop], b[start:stop])
-            accumulate(*(t if count == lanes else t.narrow(-1, 0, count) for t in active))
-        part.copy_(_lane_tree(acc))
+        part = out[block]
+        acc = _zeros((*part.shape, lanes), rows_inner)
+        for left, right in pairs:
+            count = left.shape[-1]
+            active = acc if count == lanes else acc.narrow(-1, 0, count)
+            accumulate(active, operand_block(left, block, 1), operand_block(right, block, 1))
+        part.copy_(_lane_tree(acc, rows_inner).view(part.shape))
     return out
 
 
-def _runs(k: int) -> list[tuple[int, int, int]]:
-    """(first step, end, lanes that have an element) of the steps of one element per lane."""
-    vectors, tail = divmod(k, _VECTOR)
-    full, rest = divmod(vectors, _LANES)
-    split, end = full * _VECTOR, (full + bool(rest)) * _VECTOR
-    runs = [(0, split, _LANES), (split, end, rest), (end, end + 1, tail)]
-    return [run for run in runs if run[0] < run[1] and run[2]]
+def gemv_tiles(x: Tensor, w: Tensor, widths: Sequence[int]) -> Tensor:
+    """Dot products of many small matrices side by side, in few steps: as `gemv_dot`, same bits.
+
+        y[t, s, i, j] = x[s, t, i] . w_s[i, j]    w holds w_0, w_1, ... one after the other
+
+    Args:
+        x: [len(widths) or 1, n, tiles, K] bfloat16 on the CPU; one for all where it is 1.
+        w: [tiles * sum(widths), K] bfloat16 on the CPU: for each width, [tiles, width, K].
+        widths: columns of each matrix, per group.
+
+    Returns:
+        [n, tiles * sum(widths)] float32: for each width, [tiles, width].
+
+    Raises:
+        BackendError: if this thread flushes subnormal numbers to zero.
+
+    Example:
+        >>> x = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16)
+        >>> w = torch.tensor([1, 2, 3, 4, 5, 6]).bfloat16().unsqueeze(1).repeat(1, 8)
+        >>> gemv_tiles(x, w, widths=[1, 2]).tolist()  # two of one column, two of two columns
+        [[8.0, 16.0, 24.0, 32.0, 40.0, 48.0]]
+    """
+    require_subnormals()
+    num_rows, num_columns, k = int(x.shape[1]), int(w.shape[0]), int(w.shape[1])
+    lanes = _lanes(k)
+    rows_inner = max(widths) > lanes
+    accumulate = _add_exact if _products_are_exact(x, w) else _add_fused
+    groups = _side_by_side(x.transpose(0, 1), w, widths, rows_inner)
+    held = max(1, _TILE_LANES // (num_columns * lanes))
+    parts = []
+    for start in range(0, num_rows, held):
+        acc = _zeros((min(held, num_rows - start), num_columns, lanes), rows_inner)
+        column = 0
+        for shape, runs in groups:
+            size = math.prod(shape)
+            own = acc.narrow(1, column, size).view(len(acc), *shape, lanes)
+            for left, right in runs:
+                active = own.narrow(-1, 0, left.shape[-1])
+                accumulate(active, left[:, start : start + held], right)
+            column += size
+        parts.append(_lane_tree(acc, rows_inner).view(-1, num_columns))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _by_lane(t: Tensor, lanes: int, rows_inner: bool) -> Tensor:
-    """[..., rows, K] bf16 -> [steps, ..., rows, lanes] fp32, undefined where no element belongs."""
-    *outer, k = t.shape
+def _side_by_side(
+    x: Tensor, w: Tensor, widths: Sequence[int], rows_inner: bool
+) -> list[tuple[tuple[int, int, int], list[tuple[Tensor, Tensor]]]]:
+    """The runs of each stretch of groups of equal width, which are worked on at once.
+
+    Args:
+        x: [n, len(widths) or 1, tiles, K].
+        w: [columns, K].
+        widths: per group.
+        rows_inner: the layout in memory.
+
+    Returns:
+        Per stretch (groups, tiles, width) and its runs: x [steps, n, groups or 1, tiles, 1, lanes]
+        and w [steps, 1, groups, tiles, width, lanes].
+    """
+    left, right = _bodies(x, rows_inner), _bodies(w, rows_inner)
+    found, column, group = [], 0, 0
+    for width, equal in itertools.groupby(widths):
+        count = len(list(equal))
+        shape = (count, int(x.shape[2]), width)
+        runs: list[tuple[Tensor, Tensor]] = []
+        for own, columns in zip(left, right, strict=True):
+            mine = own if x.shape[1] == 1 else own.narrow(2, group, count)
+            theirs = columns.narrow(1, column, math.prod(shape))
+            theirs = theirs.view(len(columns), 1, *shape, -1)
+            runs.extend(zip(_rounds(mine.unsqueeze(-2)), _rounds(theirs), strict=True))
+        found.append((shape, runs))
+        column, group = column + math.prod(shape), group + count
+    return found
+
+
+def _lanes(k: int) -> int:
+    """A power of two: lanes from this one on have no element of K."""
     vectors, tail = divmod(k, _VECTOR)
-    rounds = -(-vectors // lanes)
-    steps = rounds * _VECTOR
-    out = _empty((steps + bool(tail), *outer, lanes), rows_inner)
-    if rounds:
-        source = t[..., : vectors * _VECTOR] if tail else t
-        if vectors % lanes:
-            source = torch.nn.functional.pad(source, (0, (rounds * lanes - vectors) * _VECTOR))
-        source = source.view(*outer, rounds, lanes, _VECTOR)
-        order = (-3, -1, *range(len(outer)), -2)  # the round and the element of the vector first
-        out[:steps].view(rounds, _VECTOR, *outer, lanes).copy_(source.permute(order))
+    return 1 << (max(min(vectors, _LANES), tail) - 1).bit_length()
+
+
+def _runs(t: Tensor, rows_inner: bool) -> list[Tensor]:
+    """[..., rows, K] bf16 -> one [steps, ..., rows, lanes] fp32 after the other.
+
+    A step is one element per lane. A run has the lanes that have an element: all of them while
+    there are vectors for all, then those with a last vector, then those with one of the tail.
+    """
+    return [run for body in _bodies(t, rows_inner) for run in _rounds(body)]
+
+
+def _rounds(body: Tensor) -> Sequence[Tensor]:
+    """[..., vectors] -> one [..., lanes] per round of all lanes; the last may have fewer."""
+    return (body,) if body.shape[-1] <= _LANES else torch.split(body, _LANES, -1)
+
+
+def _bodies(t: Tensor, rows_inner: bool) -> list[Tensor]:
+    """[..., rows, K] bf16 -> [8, ..., rows, vectors] and [1, ..., rows, tail], if any, fp32."""
+    vectors, tail = divmod(int(t.shape[-1]), _VECTOR)
+    bodies = []
+    if vectors:
+        body = t[..., : vectors * _VECTOR] if tail else t
+        bodies.append(_by_lane(body, _VECTOR, rows_inner))
     if tail:
-        out[steps, ..., :tail] = t[..., vectors * _VECTOR :]
-    return out
+        bodies.append(_by_lane(t[..., vectors * _VECTOR :], 1, rows_inner))
+    return bodies
 
 
-def _empty(shape: Sequence[int], rows_inner: bool) -> Tensor:
-    """An fp32 tensor [..., rows, lanes], the rows contiguous if rows_inner, else the lanes."""
+def _by_lane(t: Tensor, steps: int, rows_inner: bool) -> Tensor:
+    """[..., rows, lanes * steps] bf16 -> [steps, ..., rows, lanes] fp32."""
+    *outer, k = t.shape
+    if rows_inner:
+        return _transposed(t.reshape(-1, k)).view(k // steps, steps, *outer).movedim(0, -1)
+    return _transposed(t.reshape(-1, steps)).view(steps, *outer, k // steps)
+
+
+def _transposed(t: Tensor) -> Tensor:
+    """[rows, columns] bf16 | fp32 -> [columns, rows] fp32, contiguous."""
+    # One strided copy that also converts takes half the time of `t().contiguous()`.
+    return torch.empty(t.shape[1], t.shape[0]).copy_(t.t())
+
+
+def _zeros(shape: Sequence[int], rows_inner: bool) -> Tensor:
+    """An fp32 tensor [..., rows, lanes]; in memory the lanes come first if rows_inner."""
     if not rows_inner:
-        return torch.empty(*shape)
-    return torch.empty(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+        return torch.zeros(*shape)
+    return torch.zeros(shape[-1], *shape[:-1]).movedim(0, -1)
 
 
-def _accumulate(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc += a[step] * b[step], steps ascending, where every product fits fp32 exactly."""
-    held = max(1, _HELD_PRODUCTS // acc.numel())
-    for start in range(0, a.shape[0], held):
-        for product in (a[start : start + held] * b[start : start + held]).unbind():
-            acc += product
+def _add_exact(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc += a[step] * b[step], steps ascending, where every product fits fp32 exactly.
+
+    Then `addcmul_` gives the same bits whether or not a machine fuses it, as it may.
+    """
+    for left, right in zip(a.unbind(), b.unbind(), strict=True):
+        acc.addcmul_(left, right)
 
 
-def _accumulate_fused(acc: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_fused(acc: Tensor, a: Tensor, b: Tensor) -> None:
     """The same for all inputs: a fused multiply-add, that is one rounding per element."""
-    a, b = a.double(), b.double()
-    for step in range(a.shape[0]):
+    for left, right in zip(a.double().unbind(), b.double().unbind(), strict=True):
         # A product has 16 bits, so rounding to 53 bits first makes no midpoint of fp32.
-        acc.copy_(acc.double() + a[step] * b[step])
+        acc.copy_(acc.double() + left * right)
 
 
-def _lane_tree(acc: Tensor) -> Tensor:
-    """[..., lanes] -> [...]: a balanced tree in each half of 32 lanes, then half 0 + half 1."""
+def _lane_tree(acc: Tensor, rows_inner: bool) -> Tensor:
+    """[..., lanes] -> flat [...]: a balanced tree in each half of 32 lanes, then their sum."""
     lanes = int(acc.shape[-1])
-    if lanes < _LANES:
-        acc = acc + 0.0  # the lanes left out hold +0, and adding that to -0 gives +0
-    halves = acc.view(*acc.shape[:-1], -1, min(lanes, _LANES // 2))
-    while halves.shape[-1] > 1:
-        low, high = halves.chunk(2, -1)
+    by_lane = acc.movedim(-1, 0) if rows_inner else _transposed(acc.view(-1, lanes))
+    levels = min(lanes, _LANES // 2).bit_length() - 1
+    halves = by_lane.reshape(-1, *[2] * levels, by_lane[0].numel())
+    for _ in range(levels):
+        low, high = halves.unbind(1)
         halves = low + high
-    total = halves[..., 0, 0]
-    return total + halves[..., 1, 0] if lanes == _LANES else total
+    # Lanes left out hold +0, and adding that once changes no more than adding it at every level.
+    return halves[0] + (halves[1] if lanes == _LANES else 0.0)
 
 
 def _products_are_exact(x: Tensor, w: Tensor) -> bool:

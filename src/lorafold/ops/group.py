@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import triton
@@ -9,7 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lorafold.ops import tiles
-from lorafold.ops.compiled import launch
+from lorafold.ops.compiled import Launch, has_pdl
+from lorafold.ops.keys_triton import gather_keys_of, gather_keys_triton
+from lorafold.ops.rows import let_next_start, wait_for_predecessor
 
 if TYPE_CHECKING:
     from lorafold.ops.plan import Plan
@@ -20,6 +23,7 @@ __all__ = [
     "count_kernel",
     "fence_kernel",
     "group_few_kernel",
+    "group_gathered_triton",
     "group_triton",
     "place_kernel",
     "scan_kernel",
@@ -51,23 +55,45 @@ def _lay_out(
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_keys", "num_tiles"],
-    do_not_specialize_on_alignment=["keys_ptr", "counters_ptr", "tile_key_ptr", "tile_rows_ptr"],
+    do_not_specialize_on_alignment=[
+        "keys_ptr",
+        "indices_ptr",
+        "row_adapter_ptr",
+        "counters_ptr",
+        "tile_key_ptr",
+        "tile_rows_ptr",
+    ],
 )
 def group_few_kernel(
     keys_ptr,
+    indices_ptr,
+    row_adapter_ptr,
     counters_ptr,
     tile_key_ptr,
     tile_rows_ptr,
     num_rows,
     num_keys,
     num_tiles,
+    top_k,
+    num_experts,
+    max_loras,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """All of it in one program, where the rows fit one block."""
+    """All of it in one program, where the rows fit one block. With indices (of experts), the keys
+    are computed first, and stored.
+    """
+    wait_for_predecessor(PDL)
     i = tl.arange(0, BLOCK)
-    key = tl.load(keys_ptr + i, mask=i < num_rows, other=-1)
+    if indices_ptr is None:
+        key = tl.load(keys_ptr + i, mask=i < num_rows, other=-1)
+    else:
+        key = gather_keys_of(
+            indices_ptr, row_adapter_ptr, i, num_rows, top_k, num_experts, max_loras
+        )
+        tl.store(keys_ptr + i, key, mask=i < num_rows)
     valid = (key >= 0) & (key < num_keys)
     place = tl.atomic_add(counters_ptr + key, 1, mask=valid, sem="relaxed")
     for start in range(0, num_tiles * TILE_ROWS, BLOCK):
@@ -84,9 +110,18 @@ def group_few_kernel(
     do_not_specialize_on_alignment=["keys_ptr", "counters_ptr", "tile_rows_ptr"],
 )
 def count_kernel(
-    keys_ptr, counters_ptr, tile_rows_ptr, num_rows, num_keys, size, BLOCK: tl.constexpr
+    keys_ptr,
+    counters_ptr,
+    tile_rows_ptr,
+    num_rows,
+    num_keys,
+    size,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Count the rows of each key; each row keeps its place. Also clears the tiles' rows."""
+    wait_for_predecessor(PDL)
+    let_next_start(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys_ptr + i, mask=i < num_rows, other=-1)
     valid = (key >= 0) & (key < num_keys)
@@ -102,9 +137,17 @@ def count_kernel(
     do_not_specialize_on_alignment=["counters_ptr", "tile_key_ptr"],
 )
 def scan_kernel(
-    counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr
+    counters_ptr,
+    tile_key_ptr,
+    num_keys,
+    num_tiles,
+    TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program between counting and placing."""
+    wait_for_predecessor(PDL)
+    let_next_start(PDL)
     _lay_out(counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS, BLOCK)
 
 
@@ -120,8 +163,10 @@ def place_kernel(
     num_keys,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write each row into its tile."""
+    wait_for_predecessor(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys_ptr + i, mask=i < num_rows, other=-1)
     valid = (key >= 0) & (key < num_keys)
@@ -141,48 +186,83 @@ def group_triton(keys: Tensor, plan: Plan) -> None:
     """Fill the plan's tiles from keys [num_rows] int32: one launch for few rows, three for many,
     and a fence.
     """
-    num_rows, num_keys = plan.num_rows, plan.num_keys
-    num_tiles = plan.tile_key.shape[0]
-    if num_rows <= ROWS_OF_ONE_PROGRAM:
-        block = max(32, tiles.next_power_of_2(num_rows))
-        block_keys = min(1024, max(32, tiles.next_power_of_2(num_keys)))
-        launch(
-            group_few_kernel,
-            (),
-            (1, 1, 1),
-            (keys, plan.counters, plan.tile_key, plan.tile_rows, num_rows, num_keys, num_tiles),
-            (plan.block_rows, block, block_keys),
-            num_warps=4 if num_rows <= 256 else 8,
-        )
+    sizes, pdl = _sizes(plan), has_pdl(keys.device)
+    if plan.num_rows <= ROWS_OF_ONE_PROGRAM:
+        few = _group_few(*sizes, pdl, (), (1, 1, 1))
+        few(keys, None, None, plan.counters, plan.tile_key, plan.tile_rows)
     else:
-        _group_many(keys, plan)
-    launch(fence_kernel, (), (1, 1, 1), (), num_warps=1)
+        count, scan, place = _group_many(*sizes, pdl)
+        count(keys, plan.counters, plan.tile_rows)
+        scan(plan.counters, plan.tile_key)
+        place(keys, plan.counters, plan.tile_rows)
+    _FENCE()
 
 
-def _group_many(keys: Tensor, plan: Plan) -> None:
-    num_rows, num_keys, block = plan.num_rows, plan.num_keys, 256
-    grid = (tiles.cdiv(num_rows, block), 1, 1)
-    launch(
-        count_kernel,
-        (),
-        grid,
-        (keys, plan.counters, plan.tile_rows, num_rows, num_keys, plan.tile_rows.shape[0]),
-        (block,),
-        num_warps=4,
-    )
-    launch(
-        scan_kernel,
-        (),
+def group_gathered_triton(
+    indices: Tensor,
+    row_adapter: Tensor | None,
+    top_k: int,
+    num_experts: int,
+    max_loras: int,
+    plan: Plan,
+) -> None:
+    """Compute the keys of (token, choice) rows, and fill the plan's tiles, without a launch more
+    where the rows are few; see `keys.gather_keys`.
+    """
+    if plan.num_rows > ROWS_OF_ONE_PROGRAM:
+        gather_keys_triton(indices, row_adapter, top_k, num_experts, max_loras, plan.keys)
+        group_triton(plan.keys, plan)
+        return
+    kinds = indices.dtype, row_adapter is None
+    choice = top_k, num_experts, max_loras
+    few = _group_few(*_sizes(plan), has_pdl(indices.device), kinds, choice)
+    few(plan.keys, indices, row_adapter, plan.counters, plan.tile_key, plan.tile_rows)
+    _FENCE()
+
+
+_FENCE = Launch(fence_kernel, (), (1, 1, 1), num_warps=1)
+
+
+def _sizes(plan: Plan) -> tuple[int, int, int, int]:
+    return plan.num_rows, plan.num_keys, plan.tile_key.shape[0], plan.block_rows
+
+
+@functools.lru_cache(4096)
+def _group_few(
+    num_rows: int,
+    num_keys: int,
+    num_tiles: int,
+    block_rows: int,
+    pdl: bool,
+    kinds: tuple[object, ...],
+    choice: tuple[int, int, int],
+) -> Launch:
+    block = max(32, tiles.next_power_of_2(num_rows))
+    block_keys = min(1024, max(32, tiles.next_power_of_2(num_keys)))
+    return Launch(
+        group_few_kernel,
+        (kinds, choice),
         (1, 1, 1),
-        (plan.counters, plan.tile_key, num_keys, plan.tile_key.shape[0]),
-        (plan.block_rows, 1024),
-        num_warps=8,
+        (num_rows, num_keys, num_tiles, *choice),
+        (block_rows, block, block_keys, pdl),
+        num_warps=4 if num_rows <= 256 else 8,
+        launch_pdl=pdl,
     )
-    launch(
-        place_kernel,
-        (),
-        grid,
-        (keys, plan.counters, plan.tile_rows, num_rows, num_keys),
-        (plan.block_rows, block),
-        num_warps=4,
+
+
+@functools.lru_cache(4096)
+def _group_many(
+    num_rows: int, num_keys: int, num_tiles: int, block_rows: int, pdl: bool
+) -> tuple[Launch, Launch, Launch]:
+    block = 256
+    grid = (tiles.cdiv(num_rows, block), 1, 1)
+    count_sizes, scan_sizes = (num_rows, num_keys, num_tiles * block_rows), (num_keys, num_tiles)
+    scan_constants, place_constants = (block_rows, 1024, pdl), (block_rows, block, pdl)
+    options = {"launch_pdl": pdl}
+    return (
+        Launch(count_kernel, (), grid, count_sizes, (block, pdl), num_warps=4, **options),
+        Launch(scan_kernel, (), (1, 1, 1), scan_sizes, scan_constants, num_warps=8, **options),
+        Launch(
+            place_kernel, (), grid, (num_rows, num_keys), place_constants, num_warps=4, **options
+        ),
     )

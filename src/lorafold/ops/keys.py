@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gather_keys", "grouped_keys"]
+from lorafold.ops.plan import Plan, make_plan
+
+__all__ = ["gather_keys", "grouped_keys", "make_gathered_plan"]
 
 
 def gather_keys(
@@ -31,12 +33,38 @@ def gather_keys(
         out: where to put them, so that nothing is allocated on the device.
     """
     if indices.is_cuda:
+        from lorafold.ops.compiled import on_device
         from lorafold.ops.keys_triton import gather_keys_triton
 
-        with torch.cuda.device(indices.device):
+        with on_device(indices.device):
             return gather_keys_triton(indices, row_adapter, top_k, num_experts, max_loras, out)
     slots: Tensor | int = 0 if row_adapter is None else row_adapter.repeat_interleave(top_k)
     return _keys(slots, indices, num_experts, max_loras, out)
+
+
+def make_gathered_plan(
+    indices: Tensor,
+    row_adapter: Tensor | None,
+    top_k: int,
+    num_experts: int,
+    max_loras: int,
+    plan: Plan,
+) -> Plan:
+    """`make_plan(gather_keys(...), plan=plan)`, in one launch less where the rows are few.
+
+    Raises:
+        RouteError: if the plan has other sizes.
+    """
+    if not indices.is_cuda or not plan.num_rows:
+        keys = gather_keys(indices, row_adapter, top_k, num_experts, max_loras, out=plan.keys)
+        return make_plan(keys, num_experts * max_loras, plan=plan)
+    from lorafold.ops.compiled import on_device
+    from lorafold.ops.group import group_gathered_triton
+
+    plan.check(indices.shape[0], num_experts * max_loras, indices.device)
+    with on_device(indices.device):
+        group_gathered_triton(indices, row_adapter, top_k, num_experts, max_loras, plan)
+    return plan
 
 
 def grouped_keys(
@@ -64,9 +92,10 @@ def grouped_keys(
         out: where to put them, so that nothing is allocated on the device.
     """
     if expert_offsets.is_cuda:
+        from lorafold.ops.compiled import on_device
         from lorafold.ops.keys_triton import grouped_keys_triton
 
-        with torch.cuda.device(expert_offsets.device):
+        with on_device(expert_offsets.device):
             return grouped_keys_triton(
                 expert_offsets, sorted_token_ids, row_adapter, num_tokens, row_offset, row_end,
                 num_experts, max_loras, out,

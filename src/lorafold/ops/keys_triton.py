@@ -7,12 +7,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorafold.ops.compiled import launch
+from lorafold.ops.compiled import Launch, has_pdl
+from lorafold.ops.rows import let_next_start, wait_for_predecessor
 from lorafold.ops.tiles import cdiv, next_power_of_2
 
-__all__ = ["gather_keys_kernel", "gather_keys_triton", "grouped_keys_kernel", "grouped_keys_triton"]
+__all__ = [
+    "gather_keys_kernel",
+    "gather_keys_of",
+    "gather_keys_triton",
+    "grouped_keys_kernel",
+    "grouped_keys_triton",
+]
 
 _BLOCK = 128
+
+
+@triton.jit
+def gather_keys_of(indices_ptr, row_adapter_ptr, rows, num_rows, top_k, num_experts, max_loras):
+    """The keys of some rows, -1 for those that have none."""
+    has_row = rows < num_rows
+    experts = tl.load(indices_ptr + rows, mask=has_row, other=-1)
+    if row_adapter_ptr is None:
+        slots = rows * 0
+    else:
+        slots = tl.load(row_adapter_ptr + rows // top_k, mask=has_row, other=-1)
+    inside = (slots >= 0) & (slots < max_loras) & (experts >= 0) & (experts < num_experts)
+    return tl.where(inside, slots * num_experts + experts.to(tl.int32), -1)
 
 
 @triton.jit(
@@ -28,18 +48,16 @@ def gather_keys_kernel(
     num_experts,
     max_loras,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """keys[r] = slot(r // top_k) * num_experts + indices[r], or -1."""
+    wait_for_predecessor(PDL)
+    let_next_start(PDL)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    has_row = rows < num_rows
-    experts = tl.load(indices_ptr + rows, mask=has_row, other=-1)
-    if row_adapter_ptr is None:
-        slots = rows * 0
-    else:
-        slots = tl.load(row_adapter_ptr + rows // top_k, mask=has_row, other=-1)
-    inside = (slots >= 0) & (slots < max_loras) & (experts >= 0) & (experts < num_experts)
-    keys = tl.where(inside, slots * num_experts + experts.to(tl.int32), -1)
-    tl.store(keys_ptr + rows, keys, mask=has_row)
+    keys = gather_keys_of(
+        indices_ptr, row_adapter_ptr, rows, num_rows, top_k, num_experts, max_loras
+    )
+    tl.store(keys_ptr + rows, keys, mask=rows < num_rows)
 
 
 @triton.jit(
@@ -60,8 +78,11 @@ def grouped_keys_kernel(
     max_loras,
     BLOCK: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Keys of rows row_offset .. row_end; all -1 if the offsets do not cut up the rows."""
+    wait_for_predecessor(PDL)
+    let_next_start(PDL)
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = row_offset + local
     has_row = rows < row_end
@@ -96,13 +117,14 @@ def gather_keys_triton(
     num_rows = indices.shape[0]
     keys = torch.empty_like(indices, dtype=torch.int32) if out is None else out
     if num_rows:
-        launch(
+        Launch(
             gather_keys_kernel,
             (indices.dtype, row_adapter is None, top_k, num_experts, max_loras),
             (cdiv(num_rows, _BLOCK), 1, 1),
-            (indices, row_adapter, keys, num_rows, top_k, num_experts, max_loras),
-            (_BLOCK,),
-        )
+            (num_rows, top_k, num_experts, max_loras),
+            (_BLOCK, has_pdl(indices.device)),
+            launch_pdl=has_pdl(indices.device),
+        )(indices, row_adapter, keys)
     return keys
 
 
@@ -122,15 +144,11 @@ def grouped_keys_triton(
     keys = expert_offsets.new_empty(num_rows) if out is None else out
     layer_experts = expert_offsets.shape[0] - 1
     if num_rows:
-        launch(
+        Launch(
             grouped_keys_kernel,
             (row_adapter is None, layer_experts, num_experts, max_loras),
             (cdiv(num_rows, _BLOCK), 1, 1),
             (
-                expert_offsets,
-                sorted_token_ids,
-                row_adapter,
-                keys,
                 num_tokens,
                 row_offset,
                 row_end,
@@ -139,6 +157,7 @@ def grouped_keys_triton(
                 num_experts,
                 max_loras,
             ),
-            (_BLOCK, next_power_of_2(layer_experts)),
-        )
+            (_BLOCK, next_power_of_2(layer_experts), has_pdl(expert_offsets.device)),
+            launch_pdl=has_pdl(expert_offsets.device),
+        )(expert_offsets, sorted_token_ids, row_adapter, keys)
     return keys

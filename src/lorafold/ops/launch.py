@@ -1,20 +1,135 @@
-"""From checked operands to the two launches: scratch, block sizes, shrink, expand."""
+"""From checked operands to the two launches: block sizes, scratch, shrink, expand."""
 
 from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lorafold.numerics import Numerics
 from lorafold.ops import tiles
-from lorafold.ops.expand import expand_triton
+from lorafold.ops.compiled import Launch, has_pdl, is_aligned, shared_memory_of
+from lorafold.ops.expand import expand_launch
 from lorafold.ops.scratch import num_sums
-from lorafold.ops.shrink import shrink_triton
+from lorafold.ops.shrink import shrink_launch
 
-__all__ = ["Tables", "routed_triton"]
+__all__ = ["Call", "Tables", "prepare", "prepare_call", "routed_triton"]
 
 Tables = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
 """Per output of a call: A addresses, B addresses, scales, ranks."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that the sizes and strides of a call decide, so that it is decided once.
+
+    Args:
+        xa_bytes: memory between shrink and expand.
+        shrink: its launch.
+        expand: its launch.
+    """
+
+    xa_bytes: int
+    shrink: Launch
+    expand: Launch
+
+
+@functools.lru_cache(4096)
+def prepare(
+    num_rows: int,
+    k_in: int,
+    n_outs: tuple[int, ...],
+    x_stride: int,
+    out_strides: tuple[int, ...],
+    is_x_aligned: bool,
+    are_outs_aligned: tuple[bool, ...],
+    max_rank: int,
+    numerics: Numerics,
+    top_k: int,
+    has_source: bool,
+    plan_tiles: tuple[int, int] | None,
+    folds: bool,
+    device: torch.device,
+    shrink: tiles.ShrinkTile | None = None,
+    expand: tiles.ExpandTile | None = None,
+) -> Call:
+    """Block sizes and launches of a call; `plan_tiles` are the plan's tiles and rows of a tile.
+
+    Block sizes come from `tiles` unless given.
+    """
+    if plan_tiles is None:
+        block_rows = tiles.plan_rows(num_rows, 1)
+        num_tiles = tiles.cdiv(num_rows, block_rows)
+    else:
+        num_tiles, block_rows = plan_tiles
+    segments, gemv, slices = num_sums(k_in, numerics), numerics == "gemv", len(n_outs)
+    shared_memory, pdl = shared_memory_of(device), has_pdl(device)
+    if shrink is None:
+        shrink = tiles.shrink_tile(
+            numerics, num_tiles, block_rows, slices, k_in, max_rank, shared_memory
+        )
+    if expand is None:
+        expand = tiles.expand_tile(
+            numerics, num_tiles, block_rows, sum(n_outs), max_rank, segments, shared_memory
+        )
+
+    def row_programs(tile: tiles.ShrinkTile | tiles.ExpandTile) -> int:
+        if plan_tiles is None:
+            return tiles.cdiv(num_rows, tile.block_rows)
+        return num_tiles * (tile.tile_rows // tile.block_rows)
+
+    has_plan = plan_tiles is not None
+    return Call(
+        xa_bytes=slices * num_rows * max_rank * (4 * segments if segments else 2),
+        shrink=shrink_launch(
+            num_rows, row_programs(shrink), slices, top_k, k_in, max_rank, x_stride,
+            is_x_aligned, has_plan, has_source, shrink, gemv, pdl,
+        ),
+        expand=expand_launch(
+            num_rows, row_programs(expand), max_rank, segments, n_outs, out_strides,
+            are_outs_aligned, has_plan, expand, gemv, folds, pdl,
+        ),
+    )  # fmt: skip
+
+
+def prepare_call(
+    x: Tensor,
+    outs: tuple[Tensor, ...],
+    max_rank: int,
+    numerics: Numerics,
+    tile_key: Tensor | None,
+    tile_rows: Tensor | None,
+    top_k: int = 1,
+    has_source: bool = False,
+    folds: bool = True,
+    shrink: tiles.ShrinkTile | None = None,
+    expand: tiles.ExpandTile | None = None,
+) -> Call:
+    """`prepare` for these operands."""
+    plan_tiles = None
+    if tile_key is not None and tile_rows is not None:
+        num_tiles = tile_key.shape[0]
+        plan_tiles = num_tiles, tile_rows.shape[0] // num_tiles
+    return prepare(
+        outs[0].shape[0],
+        x.shape[1],
+        tuple([out.shape[1] for out in outs]),
+        x.stride(0),
+        tuple([out.stride(0) for out in outs]),
+        is_aligned(x),
+        tuple([is_aligned(out) for out in outs]),
+        max_rank,
+        numerics,
+        top_k,
+        has_source,
+        plan_tiles,
+        folds,
+        x.device,
+        shrink,
+        expand,
+    )
 
 
 def routed_triton(
@@ -30,41 +145,19 @@ def routed_triton(
     scratch: Tensor | None,
     shrink: tiles.ShrinkTile | None = None,
     expand: tiles.ExpandTile | None = None,
+    *,
+    folds: bool = True,
 ) -> None:
-    """Launch the shrink and the expand of one call; block sizes come from `tiles` unless given."""
-    a_tables, b_tables, scale_tables, rank_tables = tables
-    num_rows, k_in = outs[0].shape[0], x.shape[1]
-    num_tiles, block_rows = _launch_shape(num_rows, tile_key, tile_rows)
-    if shrink is None:
-        shrink = tiles.shrink_tile(numerics, num_tiles, block_rows, len(outs), k_in, max_rank)
-    segments = num_sums(k_in, numerics)
-    if expand is None:
-        columns = sum(out.shape[1] for out in outs)
-        expand = tiles.expand_tile(numerics, num_tiles, block_rows, columns, max_rank, segments)
-    dtype = torch.float32 if segments else torch.bfloat16
-    size = len(outs) * max(1, segments) * num_rows * max_rank
+    """Launch the shrink and the expand of one call; block sizes come from `tiles` unless given.
+
+    Without `folds`, outs get the deltas themselves.
+    """
+    call = prepare_call(
+        x, outs, max_rank, numerics, tile_key, tile_rows, top_k, source is not None, folds,
+        shrink, expand,
+    )  # fmt: skip
     if scratch is None:
-        xa = torch.empty(size, dtype=dtype, device=x.device)
-    else:
-        xa = scratch[: size * dtype.itemsize].view(dtype)
-    # Programmatic dependent launch: the expand starts while the shrink is still running.
-    pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    gemv = numerics == "gemv"
-    shrink_triton(
-        x, xa, a_tables, rank_tables, tile_key, tile_rows, source, num_rows, top_k, k_in, max_rank,
-        shrink, gemv, pdl,
-    )  # fmt: skip
-    expand_triton(
-        xa, outs, b_tables, scale_tables, rank_tables, tile_key, tile_rows, num_rows, max_rank,
-        segments, expand, gemv, pdl,
-    )  # fmt: skip
-
-
-def _launch_shape(
-    num_rows: int, tile_key: Tensor | None, tile_rows: Tensor | None
-) -> tuple[int, int]:
-    """(tiles, rows of a tile): the plan's, or, without a plan, all rows under one key."""
-    if tile_key is None or tile_rows is None:
-        block_rows = tiles.plan_rows(num_rows, 1)
-        return -(-num_rows // block_rows), block_rows
-    return tile_key.shape[0], tile_rows.shape[0] // tile_key.shape[0]
+        scratch = torch.empty(call.xa_bytes, dtype=torch.uint8, device=x.device)
+    a_tables, b_tables, scale_tables, rank_tables = tables
+    call.shrink(x, scratch, a_tables, rank_tables, tile_key, tile_rows, source)
+    call.expand(scratch, outs, b_tables, scale_tables, rank_tables, tile_key, tile_rows)

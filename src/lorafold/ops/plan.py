@@ -6,7 +6,8 @@ plan may order and split rows as it likes. Nothing here synchronises with the ho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Plan:
         tile_rows: [max_tiles * block_rows] int32 row indices, -1 where there is no row.
         keys: [num_rows] int32, where the expert operators put the keys that they compute.
         counters: int32 working memory.
+        ready: calls that were checked and prepared, per routes; see `lorafold.ops.ready`.
 
     Source: the segments of Punica (arXiv 2310.18547) and the sorted tokens of fused MoE kernels.
     """
@@ -42,6 +44,7 @@ class Plan:
     tile_rows: Tensor
     keys: Tensor
     counters: Tensor
+    ready: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def empty(cls, num_rows: int, num_keys: int, device: torch.device | str) -> Plan:
@@ -76,6 +79,19 @@ class Plan:
             counters=buffer(2 * num_keys + num_rows, 0),
         )
 
+    def check(self, num_rows: int, num_keys: int, device: torch.device) -> None:
+        """Whether the plan is one for these sizes.
+
+        Raises:
+            RouteError: if it is not.
+        """
+        own = (self.num_rows, self.num_keys, self.tile_key.device)
+        if own != (num_rows, num_keys, device):
+            raise RouteError(
+                f"the plan is for {self.num_rows} rows and {self.num_keys} keys on "
+                f"{self.tile_key.device}; given: {num_rows} rows, {num_keys} keys on {device}"
+            )
+
 
 def make_plan(keys: Tensor, num_keys: int, *, plan: Plan | None = None) -> Plan:
     """Group rows by key, on the device, once per step for all layers.
@@ -109,15 +125,11 @@ def make_plan(keys: Tensor, num_keys: int, *, plan: Plan | None = None) -> Plan:
         )
     if plan is None:
         plan = Plan.empty(keys.shape[0], num_keys, keys.device)
-    fits = plan.num_rows == keys.shape[0] and plan.num_keys == num_keys
-    if not fits or plan.tile_key.device != keys.device:
-        raise RouteError(
-            f"the plan is for {plan.num_rows} rows and {plan.num_keys} keys on "
-            f"{plan.tile_key.device}; given: {keys.shape[0]} rows, {num_keys} keys on {keys.device}"
-        )
+    plan.check(keys.shape[0], num_keys, keys.device)
     if keys.device.type == "cuda" and plan.num_rows:
+        from lorafold.ops.compiled import on_device
         from lorafold.ops.group import group_triton
 
-        with torch.cuda.device(keys.device):
+        with on_device(keys.device):
             group_triton(keys, plan)
     return plan

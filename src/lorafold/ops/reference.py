@@ -8,6 +8,7 @@ by machine and shape, so none of them may be used here. The sums are in `gemv` a
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lorafold.errors import RouteError
 from lorafold.numerics import HOPPER, Numerics, TensorCoreModel, resolve
-from lorafold.ops.gemv import gemv_dot
+from lorafold.ops.gemv import gemv_dot, gemv_tiles
 from lorafold.ops.operands import require_subnormals
 from lorafold.ops.tensor_core import mma_chain, mma_dot
 
@@ -30,6 +31,7 @@ __all__ = [
     "mma_chain",
     "mma_dot",
     "round_bf16",
+    "tile_dots",
 ]
 
 
@@ -56,6 +58,49 @@ def dot(x: Tensor, w: Tensor, numerics: Numerics, *, model: TensorCoreModel = HO
     """
     chosen = resolve(numerics, x.device)
     return gemv_dot(x, w) if chosen == "gemv" else mma_dot(x, w, model=model)
+
+
+def tile_dots(
+    x: Tensor,
+    w: Tensor,
+    widths: Sequence[int],
+    numerics: Numerics,
+    *,
+    model: TensorCoreModel = HOPPER,
+) -> Tensor:
+    """`dot` of many small matrices that lie one after the other: one call, the same bits.
+
+    Args:
+        x: [len(widths) or 1, n, tiles, K] bfloat16 on the CPU: a group's rows, or those of all.
+        w: [tiles * sum(widths), K] bfloat16 on the CPU: for each group, [tiles, width, K].
+        widths: columns of a tile, per group.
+        numerics: "gemv" or "mma".
+        model: the tensor cores that "mma" follows.
+
+    Returns:
+        [n, tiles * sum(widths)] float32: for each group, [tiles, width].
+
+    Raises:
+        BackendError: if numerics is another word, or this thread flushes subnormal numbers to zero.
+
+    Example:
+        >>> x = torch.ones(1, 1, 2, 3, dtype=torch.bfloat16)
+        >>> w = torch.tensor([1, 2, 3, 4]).bfloat16().unsqueeze(1).repeat(1, 3)
+        >>> tile_dots(x, w, [1, 1], "mma").tolist()
+        [[3.0, 6.0, 9.0, 12.0]]
+    """
+    if resolve(numerics, x.device) == "gemv":
+        return gemv_tiles(x, w, widths)
+    num_rows, tiles, k = x.shape[1:]
+    parts = [
+        mma_dot(own.transpose(0, 1), part.view(tiles, -1, k), model=model)
+        for own, part in zip(
+            x.expand(len(widths), -1, -1, -1),
+            w.split_with_sizes([tiles * n for n in widths]),
+            strict=True,
+        )
+    ]
+    return torch.cat([part.transpose(0, 1).reshape(num_rows, -1) for part in parts], 1)
 
 
 def round_bf16(t: Tensor) -> Tensor:

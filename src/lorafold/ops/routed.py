@@ -7,6 +7,7 @@ tensors by the Triton kernels; the bits are the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lorafold.numerics import Numerics, resolve
-from lorafold.ops import reference
 from lorafold.ops.check import check_contents
 from lorafold.ops.plan import make_plan
+from lorafold.ops.routed_cpu import routed_cpu
 
-__all__ = ["routed_delta"]
+__all__ = ["is_traced", "routed_delta"]
 
 _SCHEMA = (
     "routed_delta(Tensor x, Tensor(a!)[] outs, Tensor? keys, Tensor[] a_tables, "
@@ -27,44 +28,13 @@ _SCHEMA = (
 )
 
 
-def _source_rows(rows: Tensor, source: Tensor | None, top_k: int) -> Tensor:
-    return rows // top_k if source is None else source[rows]
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What needs Triton, which not every machine has."""
+    from lorafold.ops.compiled import on_device
+    from lorafold.ops.launch import routed_triton
 
-
-def _routed_cpu(
-    x: Tensor,
-    outs: Sequence[Tensor],
-    keys: Tensor | None,
-    a_tables: Sequence[Tensor],
-    b_tables: Sequence[Tensor],
-    scale_tables: Sequence[Tensor],
-    rank_tables: Sequence[Tensor],
-    max_rank: int,
-    numerics: str,
-    source: Tensor | None,
-    top_k: int,
-    tile_key: Tensor | None,
-    tile_rows: Tensor | None,
-    scratch: Tensor | None,
-) -> None:
-    check_contents(x, outs, keys, a_tables[0].shape[0])
-    num_rows, k_in = outs[0].shape[0], x.shape[1]
-    chosen = resolve(numerics, x.device)
-    if keys is None:
-        keys = torch.zeros(num_rows, dtype=torch.int32)
-    in_table = (keys >= 0) & (keys < a_tables[0].shape[0])
-    for key in sorted(set(keys[in_table].tolist())):
-        rows = (keys == key).nonzero().squeeze(1)
-        x_rows = x[_source_rows(rows, source, top_k)]
-        for i, out in enumerate(outs):
-            a_address, b_address = int(a_tables[i][key]), int(b_tables[i][key])
-            if not a_address or not b_address:
-                continue
-            rank = int(rank_tables[i][key])
-            a = reference.matrix_at(a_address, rank, k_in)
-            b = reference.matrix_at(b_address, out.shape[1], max_rank)[:, :rank]
-            delta = reference.delta_rows(x_rows, a, b, chosen)
-            out[rows] = reference.fold(out[rows], delta, scale_tables[i][key])
+    return on_device, routed_triton
 
 
 def _routed_cuda(
@@ -83,8 +53,6 @@ def _routed_cuda(
     tile_rows: Tensor | None,
     scratch: Tensor | None,
 ) -> None:
-    from lorafold.ops.launch import routed_triton
-
     check_contents(x, outs, keys, a_tables[0].shape[0])
     if not outs[0].shape[0]:
         return
@@ -92,7 +60,8 @@ def _routed_cuda(
         plan = make_plan(keys, a_tables[0].shape[0])
         tile_key, tile_rows = plan.tile_key, plan.tile_rows
     tables = tuple(a_tables), tuple(b_tables), tuple(scale_tables), tuple(rank_tables)
-    with torch.cuda.device(x.device):
+    on_device, routed_triton = _kernels()
+    with on_device(x.device):
         routed_triton(
             x, tuple(outs), tables, max_rank, resolve(numerics, x.device), source, top_k,
             tile_key, tile_rows, scratch,
@@ -102,7 +71,7 @@ def _routed_cuda(
 _num_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _LIBRARY = torch.library.Library("lorafold", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(_SCHEMA)  # type: ignore[no-untyped-call]
-_LIBRARY.impl("routed_delta", _routed_cpu, "CPU")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("routed_delta", routed_cpu, "CPU")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("routed_delta", _routed_cuda, "CUDA")  # type: ignore[no-untyped-call]
 
 
@@ -133,15 +102,15 @@ def routed_delta(
     """
     a_tables, b_tables, scale_tables, rank_tables = zip(*tables, strict=True)
     run: Callable[..., Any] = torch.ops.lorafold.routed_delta
-    if not _is_traced(x):  # the dispatcher costs as much as all other host work
-        run = _routed_cuda if x.is_cuda else _routed_cpu
+    if not is_traced(x):  # the dispatcher costs as much as all other host work
+        run = _routed_cuda if x.is_cuda else routed_cpu
     run(
         x, outs, keys, a_tables, b_tables, scale_tables, rank_tables, max_rank, numerics,
         source, top_k, tile_key, tile_rows, scratch,
     )  # fmt: skip
 
 
-def _is_traced(x: Tensor) -> bool:
+def is_traced(x: Tensor) -> bool:
     """Whether somebody wants to see the operator: a compiler, a mode, a tensor subclass."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return True

@@ -1,9 +1,16 @@
-"""Device functions that shrink and expand share: a program's rows, its slice, and the wait."""
+"""Device functions that kernels share: a program's rows, its slice, the fold, and the wait."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["let_next_start", "program_rows", "select", "wait_for_predecessor"]
+__all__ = [
+    "fold",
+    "let_next_start",
+    "program_rows",
+    "select",
+    "slice_of",
+    "wait_for_predecessor",
+]
 
 
 @triton.jit
@@ -34,6 +41,25 @@ def select(values, index):
     for i in tl.static_range(1, len(values)):
         chosen = tl.where(index == i, values[i], chosen)
     return chosen
+
+
+@triton.jit
+def slice_of(program, n_outs, width):
+    """The slice whose columns a program works on, and that slice's first program."""
+    slice_id = program * 0
+    first = program * 0
+    border = program * 0
+    for i in tl.static_range(1, len(n_outs)):
+        border += tl.cdiv(n_outs[i - 1], width)
+        slice_id = tl.where(program >= border, i, slice_id)
+        first = tl.where(program >= border, border, first)
+    return slice_id, first
+
+
+@triton.jit
+def fold(out, delta, scale):
+    """The contract's last rounding: the scaled sum to bf16."""
+    return (out.to(tl.float32) + scale * delta.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

@@ -2,6 +2,9 @@
 
     xa[slice, row, j] = bf16( dot(x[source(row), :], A[slice, key(row)][j, :]) )
 
+The ranks of all slices stand in one row of `slices * max_rank`: a program takes a block of them,
+so that a block as wide as several slices reads x once for all.
+
 Under "mma" one program takes one segment of K. Where there are several, their fp32 sums are stored
 as they are, and the expand adds them in ascending order and rounds.
 
@@ -11,18 +14,31 @@ With a plan, the plan, the tables and A are read ahead of the wait for the kerne
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lorafold.numerics import SEGMENT
 from lorafold.ops import tiles
-from lorafold.ops.compiled import is_aligned, launch
+from lorafold.ops.compiled import Launch
 from lorafold.ops.dot import gemv_total, load_block, mma_chain
 from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
 from lorafold.ops.scratch import num_segments
 
-__all__ = ["shrink_kernel", "shrink_triton"]
+__all__ = ["shrink_kernel", "shrink_launch"]
+
+
+@triton.jit
+def _value(tables, slices, key, ONE_SLICE: tl.constexpr):
+    """tables[slice][key], for one slice or for a block of ranks that has several."""
+    if ONE_SLICE:
+        value = tl.load(select(tables, slices) + key)
+    else:
+        value = tl.load(tables[0] + key)
+        for i in tl.static_range(1, len(tables)):
+            value = tl.where(slices == i, tl.load(tables[i] + key), value)
+    return value
 
 
 @triton.jit(
@@ -52,8 +68,10 @@ def shrink_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ONE_SLICE: tl.constexpr,
     EVEN_K: tl.constexpr,
     SEGMENT: tl.constexpr,
+    SUMS: tl.constexpr,
     GEMV: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,12 +88,16 @@ def shrink_kernel(
         if AHEAD:
             wait_for_predecessor(PDL)
         return
-    rank_blocks = tl.cdiv(max_rank, BLOCK_RANKS)
-    slice_id = tl.program_id(1) // rank_blocks
-    ranks = tl.program_id(1) % rank_blocks * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
-    a_address = tl.load(select(a_tables, slice_id) + key)
-    rank = tl.load(select(rank_tables, slice_id) + key)
-    has_rank = (ranks < rank) & (a_address != 0)
+    first = tl.program_id(1) * BLOCK_RANKS
+    if ONE_SLICE:
+        slices = first // max_rank
+        ranks = first % max_rank + tl.arange(0, BLOCK_RANKS)
+    else:
+        slices = (first + tl.arange(0, BLOCK_RANKS)) // max_rank
+        ranks = (first + tl.arange(0, BLOCK_RANKS)) % max_rank
+    a_address = _value(a_tables, slices, key, ONE_SLICE)
+    rank = _value(rank_tables, slices, key, ONE_SLICE)
+    has_rank = (slices < len(a_tables)) & (ranks < rank) & (a_address != 0)
     a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(tl.bfloat16)), 16)
     a_ptrs = a_ptr + ranks.to(tl.int64) * k_in  # [BLOCK_RANKS]
     has_row = rows >= 0
@@ -83,7 +105,6 @@ def shrink_kernel(
     begin = segment * SEGMENT
     end = min(begin + SEGMENT, k_in)
     ks = begin + tl.arange(0, BLOCK_K)
-    plane = slice_id * tl.num_programs(2) + segment
     if WHOLE:
         # All of A that this program needs is on its way before the wait.
         a = load_block(a_ptrs, has_rank, ks, end, EVEN_K)
@@ -91,7 +112,11 @@ def shrink_kernel(
         wait_for_predecessor(PDL)
         if not WHOLE:
             let_next_start(PDL)
-    if tl.program_id(1) % rank_blocks * BLOCK_RANKS >= rank:
+    if ONE_SLICE:
+        is_idle = first % max_rank >= rank
+    else:
+        is_idle = tl.max(has_rank.to(tl.int32), axis=0) == 0
+    if is_idle:
         return
     if source_ptr is None:
         sources = rows // top_k
@@ -109,61 +134,58 @@ def shrink_kernel(
         zero = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
         chain = mma_chain(x_ptrs, has_row, a_ptrs, has_rank, begin, end, zero, BLOCK_K, EVEN_K)
         xa = tl.trans(chain)
-    offsets = (plane.to(tl.int64) * num_rows + rows)[:, None] * max_rank + ranks[None, :]
+    planes = (slices * tl.num_programs(2) + segment).to(tl.int64)
+    offsets = (
+        rows.to(tl.int64)[:, None] * max_rank + (planes * num_rows * max_rank + ranks)[None, :]
+    )
     mask = has_row[:, None] & has_rank[None, :]
-    tl.store(xa_ptr + offsets, xa.to(xa_ptr.dtype.element_ty), mask=mask)
+    if SUMS:
+        tl.store(xa_ptr.to(tl.pointer_type(tl.float32)) + offsets, xa, mask=mask)
+    else:
+        tl.store(xa_ptr.to(tl.pointer_type(tl.bfloat16)) + offsets, xa.to(tl.bfloat16), mask=mask)
 
 
-def shrink_triton(
-    x: Tensor,
-    xa: Tensor,
-    a_tables: tuple[Tensor, ...],
-    rank_tables: tuple[Tensor, ...],
-    tile_key: Tensor | None,
-    tile_rows: Tensor | None,
-    source: Tensor | None,
+@functools.lru_cache(4096)
+def shrink_launch(
     num_rows: int,
+    row_programs: int,
+    num_slices: int,
     top_k: int,
     k_in: int,
     max_rank: int,
+    x_stride: int,
+    is_aligned: bool,
+    has_plan: bool,
+    has_source: bool,
     tile: tiles.ShrinkTile,
     gemv: bool,
     pdl: bool,
-) -> None:
-    """Launch the shrink.
+) -> Launch:
+    """The launch of a shrink: x, xa, A tables, rank tables, tile_key, tile_rows, source.
 
-    xa is float32 [slices, segments, num_rows, max_rank] under "mma" with several segments, else
-    bfloat16 [slices, num_rows, max_rank]; only what a row and a rank own is written.
+    xa is memory for float32 [slices, segments, num_rows, max_rank] under "mma" with several
+    segments, else for bfloat16 [slices, num_rows, max_rank]; only what a row and a rank own is
+    written.
     """
-    rank_blocks = tiles.cdiv(max_rank, tile.block_ranks)
+    one_slice = num_slices == 1 or max_rank % tile.block_ranks == 0
     segments = 1 if gemv else num_segments(k_in)
-    launch(
+    rank_programs = tiles.cdiv(num_slices * max_rank, tile.block_ranks)
+    return Launch(
         shrink_kernel,
-        (len(a_tables), k_in, max_rank, x.stride(0), top_k, source is None, is_aligned(x)),
-        (tile.programs(num_rows, tile_key), len(a_tables) * rank_blocks, segments),
-        (
-            x,
-            xa,
-            a_tables,
-            rank_tables,
-            tile_key,
-            tile_rows,
-            source,
-            num_rows,
-            top_k,
-            k_in,
-            max_rank,
-            x.stride(0),
-        ),
+        (num_slices, k_in, max_rank, x_stride, top_k, has_source, is_aligned),
+        (row_programs, rank_programs, segments),
+        (num_rows, top_k, k_in, max_rank, x_stride),
         (
             tile.tile_rows,
             tile.block_rows,
             tile.block_ranks,
             tile.block_k,
+            one_slice,
             k_in % tile.block_k == 0,
             SEGMENT,
+            segments > 1,
             gemv,
-            tile_key is not None,
+            has_plan,
             pdl,
         ),
         num_warps=tile.num_warps,

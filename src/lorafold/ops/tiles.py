@@ -1,19 +1,23 @@
 """Block sizes: pure functions of the shape, no tuning at run time.
 
-No size here enters the bits (the contract's section 3); they decide only how fast a call is. Each
-function has few answers, all of which the tests run.
+No size here enters the bits (the contract's section 3); they decide only how fast a call is. Those
+of "mma" come from `data/tiles.json`, which `benchmarks/tune.py` measured on an H200: the entry
+whose shape is nearest, made smaller where the device has less shared memory.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-
-from torch import Tensor
+import json
+import math
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import TypeVar
 
 from lorafold.numerics import SEGMENT, Numerics
 
 __all__ = [
+    "SHARED_MEMORY",
     "ExpandTile",
     "ShrinkTile",
     "cdiv",
@@ -24,11 +28,8 @@ __all__ = [
     "shrink_tile",
 ]
 
-NUM_SMS = 132
-"""Multiprocessors of the device that the rules were fitted on; others run the same bits."""
-
-SHARED_MEMORY = 200 * 1024
-"""Bytes that the pipelined blocks of one program may take."""
+SHARED_MEMORY = 220 * 1024
+"""Bytes that one program may take on the device of the table."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -49,7 +50,7 @@ def plan_rows(num_rows: int, num_keys: int) -> int:
         (16, 64)
     """
     average = num_rows // max(1, min(num_rows, num_keys))
-    return 16 if average <= 32 else 32 if average <= 128 else 64
+    return 16 if average <= 32 else 32 if average < 128 else 64
 
 
 def max_tiles(num_rows: int, num_keys: int, block_rows: int) -> int:
@@ -79,9 +80,10 @@ class ShrinkTile:
     num_warps: int
     num_stages: int
 
-    def programs(self, num_rows: int, tile_key: Tensor | None) -> int:
-        """Programs along the rows."""
-        return _row_programs(self.tile_rows, self.block_rows, num_rows, tile_key)
+    @property
+    def num_bytes(self) -> int:
+        """Shared memory of a program."""
+        return self.num_stages * (self.block_ranks + self.block_rows) * self.block_k * 2
 
 
 @dataclass(frozen=True)
@@ -96,47 +98,48 @@ class ExpandTile:
     num_warps: int
     num_stages: int
 
-    def programs(self, num_rows: int, tile_key: Tensor | None) -> int:
-        """Programs along the rows."""
-        return _row_programs(self.tile_rows, self.block_rows, num_rows, tile_key)
-
-
-def _row_programs(tile_rows: int, block_rows: int, num_rows: int, tile_key: Tensor | None) -> int:
-    if tile_key is None:
-        return cdiv(num_rows, block_rows)
-    return int(tile_key.shape[0]) * (tile_rows // block_rows)
+    @property
+    def num_bytes(self) -> int:
+        """Shared memory of a program."""
+        return self.num_stages * (self.block_cols + self.block_rows) * self.block_k * 2
 
 
 @functools.cache
 def shrink_tile(
-    numerics: Numerics, num_tiles: int, tile_rows: int, num_slices: int, k_in: int, max_rank: int
+    numerics: Numerics,
+    num_tiles: int,
+    tile_rows: int,
+    num_slices: int,
+    k_in: int,
+    max_rank: int,
+    shared_memory: int = SHARED_MEMORY,
 ) -> ShrinkTile:
     """The shrink's block sizes for `num_tiles` tiles of `tile_rows` rows."""
     if numerics == "gemv":
-        lanes = _lanes(k_in)
-        return ShrinkTile(tile_rows, 4, 4, lanes * 8, 4, 2)
-    ranks = max(16, min(64, next_power_of_2(max_rank)))
-    segments = cdiv(k_in, SEGMENT)
-    if k_in < SEGMENT:
-        block_k = min(128, max(16, next_power_of_2(k_in)))
-        return ShrinkTile(tile_rows, tile_rows, ranks, block_k, 4, 4)
-    programs = num_tiles * num_slices * segments
-    if tile_rows > 16:
-        block_k, stages = (128, 5) if programs < 256 else (128, 3) if programs < 400 else (64, 3)
-        return ShrinkTile(tile_rows, tile_rows, ranks, block_k, 4, stages)
-    # Few programs: a whole segment at once, in narrow rank blocks that fill the device.
-    if programs * cdiv(max_rank, 16) <= (3 if ranks == 16 else 2) * NUM_SMS:
-        return ShrinkTile(tile_rows, tile_rows, 16, SEGMENT, 2, 1)
-    if ranks == 16:
-        return ShrinkTile(tile_rows, tile_rows, 16, 128 if programs <= 600 else 64, 2, 4)
-    if programs <= 200:
-        return ShrinkTile(tile_rows, tile_rows, ranks, 256, 4, 3)
-    return ShrinkTile(tile_rows, tile_rows, ranks, 64, 4, 5 if programs <= 264 else 3)
+        return ShrinkTile(tile_rows, 4, 4, _lanes(k_in) * 8, 4, 2)
+    ranks = num_slices * max_rank
+    shape = (tile_rows, num_tiles, ranks, num_slices, cdiv(k_in, SEGMENT))
+    block_ranks, block_k, warps, stages = _nearest("shrink", shape)
+    tile = ShrinkTile(
+        tile_rows,
+        tile_rows,
+        min(block_ranks, max(16, next_power_of_2(ranks))),
+        min(block_k, max(16, next_power_of_2(k_in))),
+        warps,
+        stages,
+    )
+    return _fitting(tile, shared_memory)
 
 
 @functools.cache
 def expand_tile(
-    numerics: Numerics, num_tiles: int, tile_rows: int, columns: int, max_rank: int, segments: int
+    numerics: Numerics,
+    num_tiles: int,
+    tile_rows: int,
+    columns: int,
+    max_rank: int,
+    segments: int,
+    shared_memory: int = SHARED_MEMORY,
 ) -> ExpandTile:
     """The expand's block sizes for `num_tiles` tiles, `columns` output columns in all, and xa as
     that many `segments` sums (0: xa is ready).
@@ -144,19 +147,47 @@ def expand_tile(
     if numerics == "gemv":
         lanes = _lanes(max_rank)
         return ExpandTile(tile_rows, 4, max(4, 256 // lanes), 1, lanes * 8, 4, 1)
+    shape = (tile_rows, num_tiles, max_rank, columns, max(1, segments))
+    block_cols, blocks, warps, stages = _nearest("expand", shape)
     block_k = max(16, min(256, next_power_of_2(max_rank)))
-    total = num_tiles * cdiv(columns, 128)
-    if total <= 6 * NUM_SMS or max_rank > block_k:
-        cols = 64 if total <= NUM_SMS else 128
-        return ExpandTile(tile_rows, tile_rows, cols, 1, block_k, 4, 1)
-    if tile_rows > 16:
-        # The more segment sums an xa has, the more columns should share the adding.
-        least = 8 if segments * max_rank > 512 else 4
-        blocks, warps, stages = max(least, min(16, next_power_of_2(total // 512))), 8, 3
-    elif total <= 24 * NUM_SMS:
-        blocks, warps, stages = 2, 4, 2
-    else:
-        blocks, warps, stages = 8, 4, 3
-    while stages > 1 and stages * 128 * 2 * (block_k + tile_rows) > SHARED_MEMORY:
-        stages -= 1
-    return ExpandTile(tile_rows, tile_rows, 128, blocks, block_k, warps, stages)
+    if max_rank > block_k:
+        block_cols, blocks, stages = min(block_cols, 128), 1, 1  # a run must hold all ranks at once
+    tile = ExpandTile(tile_rows, tile_rows, block_cols, blocks, block_k, warps, stages)
+    return _fitting(tile, shared_memory)
+
+
+_Tile = TypeVar("_Tile", ShrinkTile, ExpandTile)
+
+_WEIGHTS = {"shrink": (8.0, 1.0, 2.0, 1.0, 0.5), "expand": (8.0, 1.0, 2.0, 1.0, 0.25)}
+"""How much a factor of two matters in each part of a shape: the height of a tile most."""
+
+
+@functools.cache
+def _table() -> dict[str, list[tuple[tuple[int, ...], tuple[int, int, int, int]]]]:
+    """Per kernel the measured shapes, and the block sizes that were fastest."""
+    text = files("lorafold").joinpath("data/tiles.json").read_text()
+    table = json.loads(text)
+    return {
+        kernel: [(tuple(shape), (b[0], b[1], b[2], b[3])) for shape, b in table[kernel]]
+        for kernel in _WEIGHTS
+    }
+
+
+def _nearest(kernel: str, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """The block sizes of the measured shape that is the fewest factors of two away."""
+
+    def distance(entry: tuple[tuple[int, ...], object]) -> float:
+        pairs = zip(_WEIGHTS[kernel], entry[0], shape, strict=True)
+        return sum(weight * abs(math.log2(one / other)) for weight, one, other in pairs)
+
+    return min(_table()[kernel], key=distance)[1]
+
+
+def _fitting(tile: _Tile, shared_memory: int) -> _Tile:
+    """A tile as it is, or with fewer stages, then smaller blocks, until it fits the device."""
+    while tile.num_bytes > shared_memory and tile.num_stages > 1:
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    smaller = "block_k" if isinstance(tile, ShrinkTile) else "block_cols"
+    while tile.num_bytes > shared_memory and getattr(tile, smaller) > 16:
+        tile = replace(tile, **{smaller: getattr(tile, smaller) // 2})
+    return tile
