@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.timing import COPY_BYTES_PER_US
+from lorafold.bench import H200_COPY_BYTES_PER_US
 from lorafold.ops import (
     MoeExpertRoute,
     Plan,
@@ -112,7 +112,7 @@ class ExpertLoad:
         x_rows = num_rows if projection.is_down else num_tokens
         row_bytes = projection.row_bytes(num_tokens, top_k)
         self.floor_bytes = self.num_pairs * pair_bytes + row_bytes
-        self.floor_us = self.floor_bytes / COPY_BYTES_PER_US
+        self.floor_us = self.floor_bytes / H200_COPY_BYTES_PER_US
         wanted = -(-300_000_000 // self.floor_bytes) + 3
         self.repetitions = min(max_repetitions, wanted)
         choices += [self._choose_experts() for _ in range((self.repetitions - 1) // windows)]

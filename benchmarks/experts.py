@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.expert_sites import INNER, PROJECTIONS, SCALE, ExpertLoad
-from benchmarks.record import add_json_option, describe, geomean, rounded, save
-from benchmarks.timing import graph_us
+from benchmarks.record import add_json_option, describe, save
+from lorafold.bench import geomean, graph_us, rounded
 from lorafold.numerics import default_numerics
 from lorafold.ops import Plan
 

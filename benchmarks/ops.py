@@ -22,43 +22,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import add_json_option, describe, geomean, rounded, save
-from benchmarks.sites import SITES, Workload
-from benchmarks.timing import graph_us
-from lorafold.ops import apply_lora_bgmv
+from benchmarks.record import add_json_option, describe, save
+from lorafold.bench import SITES, Workload, call_site, check, geomean, graph_us, rounded
 
-__all__ = ["LOADS", "check", "main", "means"]
+__all__ = ["LOADS", "main", "means"]
 
 LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8), (2048, 8))
 """(rows, adapters) of a site's batches."""
-
-
-def call_site(load: Workload, index: int, numerics: str) -> None:
-    call = load.calls[index]
-    apply_lora_bgmv(
-        call.routes,
-        call.x,
-        call.outs,
-        load.slots,
-        plan=load.plan,
-        numerics=numerics,
-        scratch=load.scratch,
-    )
-
-
-def check(load: Workload, numerics: str, rows: int = 2) -> int:
-    """Compare sampled rows of one call with the reference; the number of elements compared."""
-    call = load.calls[0]
-    sample = torch.linspace(0, load.num_rows - 1, min(rows, load.num_rows)).int().tolist()
-    expected = {row: load.truth(call, row, numerics) for row in sample}
-    call_site(load, 0, numerics)
-    compared = 0
-    for row, truths in expected.items():
-        for out, truth in zip(call.outs, truths, strict=True):
-            if not torch.equal(out[row].cpu().view(torch.int16), truth.view(torch.int16)):
-                raise SystemExit(f"{load.site.name} R{load.rank} row {row}: bits differ")
-            compared += truth.numel()
-    return compared
 
 
 def compile_site(work: tuple[str, int, Sequence[str], bool]) -> None:

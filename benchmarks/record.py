@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import lorafold
+from lorafold.bench import geomean, rounded
 
 __all__ = ["RESULTS", "add_json_option", "describe", "geomean", "rounded", "save"]
 
@@ -58,26 +59,3 @@ def save(record: dict[str, Any], path: Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record) + "\n")
-
-
-def rounded(value: float) -> float:
-    """Four significant digits, which is more than repeats of a run agree on.
-
-    Example:
-        >>> rounded(0.0123456), rounded(123.456)
-        (0.01235, 123.5)
-    """
-    return float(f"{value:.4g}")
-
-
-def geomean(values: list[float]) -> float | None:
-    """The geometric mean, rounded; None of nothing.
-
-    Example:
-        >>> geomean([0.5, 2.0]), geomean([])
-        (1.0, None)
-    """
-    if not values:
-        return None
-    product = torch.tensor(values, dtype=torch.float64).log().mean().exp()
-    return rounded(product.item())

@@ -15,9 +15,7 @@ from benchmarks.peers.operands import Operands, PeerCalls, stack
 from benchmarks.peers.sglang import csgmv_calls, triton_calls
 from benchmarks.peers.sglang_v2 import v2_calls
 from benchmarks.peers.vllm import site_calls
-from benchmarks.record import rounded
-from benchmarks.sites import Workload
-from benchmarks.timing import graph_us
+from lorafold.bench import Workload, graph_us, rounded
 from lorafold.ops import apply_lora_bgmv
 
 __all__ = ["CONTESTANTS", "Contestant", "gated_us", "measure_peers", "our_result", "run_peers_once"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.sites import Call, Workload
+from lorafold.bench import Call, Workload
 
 __all__ = ["Operands", "PeerCalls", "stack"]
 

@@ -27,7 +27,7 @@ from benchmarks.peers.fetch import FETCHED
 from benchmarks.peers.imports import import_files, stand_in
 from benchmarks.peers.operands import Operands, PeerCalls
 
-__all__ = ["Kernels", "kernels", "scaled", "site_calls"]
+__all__ = ["Kernels", "add_lora", "kernels", "metadata_of", "scaled", "site_calls"]
 
 _OPS = "vllm.lora.ops.triton_ops"
 
@@ -75,7 +75,7 @@ def site_calls(operands: Operands, *, invariant: bool) -> PeerCalls:
     for i, (x, out) in enumerate(zip(operands.xs, operands.outs, strict=True)):
         a_slots = tuple(operands.window(stacked, i).unsqueeze(1) for stacked in operands.a)
         b_slots = tuple(operands.window(stacked, i).unsqueeze(1) for stacked in b)
-        calls.append(partial(_add_lora, code, x, out, a_slots, b_slots, metadata))
+        calls.append(partial(add_lora, code, x, out, a_slots, b_slots, metadata))
     return calls
 
 
@@ -91,7 +91,7 @@ def scaled(b: Tensor, scale: float) -> Tensor:
     return b * scale
 
 
-def _add_lora(
+def add_lora(
     code: Kernels,
     x: Tensor,
     out: Tensor,
@@ -99,6 +99,16 @@ def _add_lora(
     b_slots: tuple[Tensor, ...],
     metadata: tuple[Tensor, ...],
 ) -> None:
+    """What the engine runs for one layer: a shrink and an expand of all its slices.
+
+    Args:
+        code: of one mode.
+        x: [rows, k_in].
+        out: [rows, sum of n_out], changed in place.
+        a_slots: per slice [slots, 1, rank, k_in].
+        b_slots: per slice [slots, 1, n_out, rank], times the scale.
+        metadata: `metadata_of` the rows.
+    """
     rank = a_slots[0].shape[2]
     buffer = torch.empty((len(a_slots), len(x), rank), dtype=torch.float32, device=x.device)
     code.shrink.lora_shrink(x, a_slots, buffer, *metadata, 1.0)

@@ -1,4 +1,4 @@
-"""A dense workload of a few small adapters, with everything that benchmarks.sites.Workload has."""
+"""A dense workload of a few small adapters, with everything that lorafold.bench.Workload has."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from benchmarks.sites import Call, Site, Workload
 
+from lorafold.bench import Call, Site, Workload
 from lorafold.ops import LoraRoute, make_plan, scratch_bytes
 
 SCALE = 4 / 3

@@ -21,8 +21,8 @@ from benchmarks import expert_sites, experts, ops, plot, record, reference, step
 from benchmarks.expert_sites import PROJECTIONS, ExpertLoad, Projection
 from benchmarks.peers import contest, fetch, imports
 from benchmarks.peers.agreement import worst_error
-from benchmarks.timing import COPY_BYTES_PER_US
 
+from lorafold.bench import H200_COPY_BYTES_PER_US
 from tests.benchmarks.small_loads import small_load
 
 MODULES = [m.name for m in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
@@ -72,14 +72,6 @@ def test_ops_writes_its_record_after_every_row(
     assert {"date", "device", "torch", "triton", "lorafold"} <= saved.keys()
     assert [row["mma_us"] for row in saved["rows"]] == [2.0] * 4
     assert saved["geomean"]["floor"] == 4.0
-
-
-def test_ops_stops_where_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = small_load((48,))
-    assert ops.check(load, "mma") == 2 * 48
-    monkeypatch.setattr(ops, "call_site", lambda *_: None)
-    with pytest.raises(SystemExit, match="bits differ"):
-        ops.check(load, "mma")
 
 
 def test_peers_that_are_wrong_or_break_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +135,7 @@ def test_floor_of_experts(
     for name, expected in (("gate+up", gate_and_up), ("down", down)):
         projection = by_name[name]
         moved = pairs * projection.pair_bytes(rank) + projection.row_bytes(tokens, 8)
-        assert round(moved / COPY_BYTES_PER_US, 1) == expected
+        assert round(moved / H200_COPY_BYTES_PER_US, 1) == expected
 
 
 SMALL = (
@@ -224,7 +216,8 @@ def test_step_runs_gates_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     (row,) = json.loads(path.read_text())["rows"]
     assert row["elements"] == 48 + 32 + 96 + 32
-    assert (row["base_us"], row["lora_us"], row["overhead_percent"]) == (2.0, 2.0, 0.0)
+    assert {row[f"{name}_us"] for name in ("base", "add", "after", "beside")} == {2.0}
+    assert {row[f"{name}_percent"] for name in ("add", "after", "beside")} == {0.0}
     weights = 2 * 2 * (32 * 48 + 32 * 32 + 32 * 96 + 48 * 32)
     adapters = 2 * 2 * 2 * 8 * (3 * 32 + 48 + 32 + 32 + 2 * 32 + 96 + 48 + 32)
     run = small(5, 2, 8, 2)
@@ -239,6 +232,14 @@ def test_step_stops_where_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         step.check(run)
 
 
+def test_step_stops_where_the_streams_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "Step", partial(step.Step, device="cpu", linears=LINEARS))
+    monkeypatch.setattr(step, "graph_us", call_all)
+    monkeypatch.setattr(step, "apply_lora_beside", lambda routes, x, base, slots, plan: base())
+    with pytest.raises(SystemExit, match="differ in bits"):
+        step.main(["--rows", "5", "--adapters", "2", "--rank", "8", "--layers", "2"])
+
+
 def test_lora_step_differs_from_base_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = step.Step(5, 2, 8, 1, device="cpu", linears=LINEARS)
     outputs: list[list[torch.Tensor]] = []
@@ -249,13 +250,14 @@ def test_lora_step_differs_from_base_step(monkeypatch: pytest.MonkeyPatch) -> No
         return outputs[-1][-1]
 
     monkeypatch.setattr(torch.nn.functional, "linear", kept)
-    for run_step in (run.base, run.lora):
+    for run_step in (run.base, run.after, run.beside):
         outputs.append([])
         run_step()
-    base, lora = outputs
-    assert len(base) == len(lora) == 4
-    for without, with_lora in zip(base, lora, strict=True):
-        assert not torch.equal(without, with_lora)
+    base, after, beside = outputs
+    assert len(base) == len(after) == len(beside) == 4
+    for without, first, second in zip(base, after, beside, strict=True):
+        assert not torch.equal(without, first)
+        assert torch.equal(first, second)
 
 
 def fake_record(date: str, site: str, **more: Any) -> dict[str, Any]:
