@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from lorafold.engine.attention import PackedAttention, Piece, Step
+from lorafold.engine.attention import PackedAttention
+from lorafold.engine.flash import Flash, find_flash
 from lorafold.engine.kv import KvCache
-from lorafold.errors import RouteError
+from lorafold.engine.step import Piece, Step
+from lorafold.errors import ModelError, RouteError
 from tests.tiny_models import bits
 
 # A model's eager attention stands in the module of its layers.
@@ -63,8 +65,8 @@ def run(
         pieces.append(Piece([0] * new, there, stretch, -1, wants_logits=True))
         parts.append([t[:, there:] for t in (q, k, v)])
     query, key, value = (torch.cat(t, dim=1)[None] for t in zip(*parts, strict=True))
-    with attention.stepping(Step(pieces, torch.device(device))):
-        out = attention.attend(layer, query, key, value, scaling=SCALE, **kwargs)
+    with attention.stepping(Step.of(pieces, torch.device(device))):
+        out = attention.attend(layer, query, key, value, **{"scaling": SCALE} | kwargs)
     for stretch in reserved:
         attention.cache.release(stretch)
     return list(out[0].split([new for _, _, new in batch]))
@@ -110,73 +112,125 @@ def test_other_numbers_of_rows_are_refused() -> None:
     stretch = packed.cache.reserve(4)
     assert stretch is not None
     piece = Piece([1, 2], 0, stretch, -1, wants_logits=True)
-    step = Step([piece], torch.device("cpu"))
+    step = Step.of([piece], torch.device("cpu"))
     with packed.stepping(step), pytest.raises(RouteError, match="no packed forward of 3 rows"):
         packed.attend(Layer(), q[None], k[None], v[None])
 
 
-def literal_varlen(
+def literal_flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
     max_q: int,
     max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
     *,
     scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
+    window_size_left: int,
+    window_size_right: int,
     seqused_k: Tensor,
-    num_splits: int,
-) -> Tensor:
-    """What PyTorch says that its variable-length attention does, one row at a time."""
-    assert {cu_seq_q.dtype, cu_seq_k.dtype, seqused_k.dtype} == {torch.int32}
-    assert cu_seq_k.diff().min() >= 0
-    assert (num_splits, enable_gqa, window_size[1]) == (1, True, 0)
+    num_splits: int | None = None,
+) -> tuple[Tensor, None]:
+    """What the operator behind PyTorch's variable-length attention does, one row at a time."""
+    assert {cum_seq_q.dtype, cum_seq_k.dtype, seqused_k.dtype} == {torch.int32}
+    assert all(t.is_contiguous() for t in (cum_seq_q, cum_seq_k, seqused_k))
+    assert cum_seq_k.diff().min() >= 0
+    assert (dropout_p, return_debug_mask, window_size_right) == (0.0, False, 0)
+    assert is_causal == (window_size_left < 0)
     rows = []
     for at, used in enumerate(seqused_k.tolist()):
-        first, end = cu_seq_q[at : at + 2].tolist()
-        start, stop = cu_seq_k[at : at + 2].tolist()
+        first, end = cum_seq_q[at : at + 2].tolist()
+        start, stop = cum_seq_k[at : at + 2].tolist()
         assert used <= min(stop - start, max_k)
         assert end - first <= max_q
         for row in range(first, end):
             # Causal from the end: the last row sees all keys that are used.
             last = used - (end - 1 - row)
-            low = 0 if window_size[0] < 0 else max(0, last - 1 - window_size[0])
+            low = 0 if window_size_left < 0 else max(0, last - 1 - window_size_left)
             keys, values = (
                 t[start + low : start + last].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
                 for t in (key, value)
             )
             scores = (query[row].double() * keys).sum(-1) * scale
             rows.append((scores.softmax(0).unsqueeze(-1) * values).sum(0))
-    return torch.stack(rows).to(query.dtype)
+    return torch.stack(rows).to(query.dtype), None
 
 
+def recording(asked: list[int | None]) -> Any:
+    """`literal_flash` that writes down `num_splits`."""
+
+    def operator(*args: Any, num_splits: int | None = None, **kwargs: Any) -> Any:
+        asked.append(num_splits)
+        return literal_flash(*args, **kwargs)
+
+    return operator
+
+
+@pytest.mark.parametrize("can_split", [True, False])
 @pytest.mark.parametrize("window", [None, 7, 64])
-def test_variable_length_attention_is_told_the_shape_of_the_batch(window: int | None) -> None:
-    packed = attention("sdpa", "cpu")
-    packed._flash = literal_varlen
+def test_variable_length_attention_is_told_the_shape_of_the_batch(
+    window: int | None, can_split: bool
+) -> None:
+    packed, asked = attention("sdpa", "cpu"), list[int | None]()
+    packed._flash = Flash(recording(asked), can_split=can_split, max_keys=1024)
     kwargs = {} if window is None else {"sliding_window": window}
     batch = [(seed, there, new) for seed, (there, new) in enumerate(BATCH)]
     packed.cache.reserve(40)  # so that the stretches do not begin at 0
     for sequence, out in zip(batch, run(packed, batch, "cpu", **kwargs), strict=True):
         reference = exact(*sequence, window)
         assert float((out.double() - reference).norm() / reference.norm()) < 0.005
+    assert asked == [1 if can_split else None]
 
 
 @pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias"])
 def test_what_variable_length_attention_cannot_do_is_left_to_the_models_own(extra: str) -> None:
     packed = attention("eager", "cpu")
-    packed._flash = None
     usual = run(packed, [(0, 0, 5)], "cpu")
-    packed._flash = literal_varlen
+    packed._flash = Flash(literal_flash, can_split=True, max_keys=1024)
+    assert not torch.equal(run(packed, [(0, 0, 5)], "cpu", scaling=1.0)[0], usual[0])
     assert torch.equal(run(packed, [(0, 0, 5)], "cpu", **{extra: 1.0})[0], usual[0])
 
 
-def test_its_arguments_are_those_of_the_installed_pytorch() -> None:
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    theirs = inspect.signature(varlen.varlen_attn).parameters
-    if "num_splits" not in theirs:
-        pytest.skip("this PyTorch cannot be told not to split keys")
-    assert set(inspect.signature(literal_varlen).parameters) <= set(theirs)
+def test_the_installed_operator_takes_these_arguments() -> None:
+    assert find_flash(16) is not None
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    ours = inspect.signature(literal_flash).parameters
+    positional = [p.name for p in schema.arguments if not p.kwarg_only]
+    assert positional == [p.name for p in ours.values() if p.kind is not p.KEYWORD_ONLY]
+    assert {p.name for p in schema.arguments} >= ours.keys() - {"num_splits"}
+
+
+def test_without_the_pieces_only_variable_length_attention_will_do() -> None:
+    packed, (q, k, v) = attention("sdpa", "cpu"), inputs(0, 1, "cpu")
+    step = Step(torch.zeros(1, dtype=torch.int64), ())
+    with packed.stepping(step), pytest.raises(ModelError, match="would need to know its length"):
+        packed.attend(Layer(), q[None], k[None], v[None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 7])
+def test_flash_sees_what_the_models_own_function_sees(window: int | None) -> None:
+    """Single rows, and chunks that see the keys before them."""
+    kwargs = {} if window is None else {"sliding_window": window}
+    batch = [(seed, there, new) for seed, (there, new) in enumerate(BATCH)]
+    flash, usual = attention("sdpa", "cuda"), attention("sdpa", "cuda")
+    assert flash._flash is not None
+    usual._flash = None
+    for one, other in zip(
+        run(flash, batch, "cuda", **kwargs), run(usual, batch, "cuda", **kwargs), strict=True
+    ):
+        assert float((one - other).norm() / other.norm()) < 0.01
+
+
+@pytest.mark.gpu
+def test_flash_gives_a_row_the_same_bits_whatever_is_beside_it() -> None:
+    """Alone, among many, and beside the longest sequence there is room for: keys are not split."""
+    packed = attention("sdpa", "cuda")
+    assert packed._flash is not None
+    (alone,) = run(packed, [(1, 300, 1)], "cuda")
+    for others in ([(2, 5, 1)], [(2, 600, 1)], [(2, 0, 70)], [(n, 20, 1) for n in range(2, 18)]):
+        assert torch.equal(bits(run(packed, [(1, 300, 1), *others], "cuda")[0]), bits(alone))

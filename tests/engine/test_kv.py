@@ -58,3 +58,12 @@ def test_the_cache_can_be_written_after_inference_mode() -> None:
     with torch.inference_mode():
         cache.write(0, torch.tensor([0]), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
     cache.write(0, torch.tensor([1]), torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+
+
+def test_spare_places_belong_to_no_request() -> None:
+    cache = KvCache(40, CPU, num_spare=3)
+    whole = cache.reserve(32)
+    assert (whole, cache.reserve(1), cache.num_tokens) == (Stretch(0, 32), None, 32)
+    assert [cache.spare(at) for at in range(3)] == [Stretch(32, 1), Stretch(33, 1), Stretch(34, 1)]
+    keys, _ = cache.write(0, torch.tensor([34]), torch.ones(1, 2, 4), torch.ones(1, 2, 4))
+    assert keys.shape == (cache.num_places, 2, 4) == (35, 2, 4)

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM
 
-from lorafold.engine.attention import PackedAttention, Piece, Step
+from lorafold.engine.attention import PackedAttention
 from lorafold.engine.kv import KvCache
 from lorafold.engine.packed import PackedForward, why_not_packed
+from lorafold.engine.step import Piece, Step
 from lorafold.errors import RouteError
 from lorafold.runtime import MultiLora, attach
 from tests.tiny_models import COMMON, bits, make_model, random_ids, write_adapter

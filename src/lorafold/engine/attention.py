@@ -5,128 +5,29 @@ forwards run; it stores keys and values in the KV cache and then, sequence by se
 function that the model would have used, with that sequence alone. So what a sequence attends to,
 and the bits of the result, do not depend on its neighbours.
 
-On CUDA one call of PyTorch's variable-length attention does the same for all sequences, told not to
-split the keys by the longest of them, which keeps that promise.
+On CUDA one call of variable-length attention does the same for all sequences (`flash`), and keeps
+that promise.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lorafold.engine.kv import KvCache, Stretch
-from lorafold.errors import RouteError
+from lorafold.engine.flash import find_flash
+from lorafold.engine.kv import KvCache
+from lorafold.engine.step import Spans, Step
+from lorafold.errors import ModelError, RouteError
 
-__all__ = ["PackedAttention", "Piece", "Step"]
+__all__ = ["PackedAttention"]
 
 _NAME = "lorafold_packed"
-_NO_FLASH = ("softcap", "s_aux", "position_bias")  # arguments that only the model's function knows
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens of one sequence in a packed forward.
-
-    Args:
-        tokens: token ids, at least one.
-        start: the place of the first in its sequence; all before it are in the cache.
-        stretch: the sequence's part of the cache.
-        slot: of its adapter; -1 is base.
-        wants_logits: whether the logits after its last token are asked for.
-
-    Example:
-        >>> Piece((5, 6), start=3, stretch=Stretch(0, 16), slot=-1, wants_logits=True).end
-        5
-    """
-
-    tokens: Sequence[int]
-    start: int
-    stretch: Stretch
-    slot: int
-    wants_logits: bool
-
-    @property
-    def end(self) -> int:
-        """Tokens of the sequence that are in the cache after the forward."""
-        return self.start + len(self.tokens)
-
-
-@dataclass(eq=False)
-class Step:
-    """One packed forward, as attention sees it.
-
-    Args:
-        pieces: in the order of their rows, with ascending stretches.
-        device: where the model is.
-
-    Attributes:
-        index: [num_rows] int64, the place in the cache of each row.
-        masks: made when first needed, and shared by all layers.
-
-    Example:
-        >>> piece = Piece((5, 6), start=3, stretch=Stretch(16, 16), slot=-1, wants_logits=True)
-        >>> Step([piece], torch.device("cpu")).index.tolist()
-        [19, 20]
-    """
-
-    pieces: Sequence[Piece]
-    device: torch.device
-    index: Tensor = field(init=False)
-    masks: dict[tuple[int, int | None], Tensor] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        places = [
-            place
-            for piece in self.pieces
-            for place in range(piece.stretch.start + piece.start, piece.stretch.start + piece.end)
-        ]
-        self.index = torch.tensor(places, device=self.device)
-
-    def mask(self, at: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores of piece number `at`: [1, 1, num_rows, num_keys].
-
-        Args:
-            at: index into `pieces`.
-            window: tokens that a token sees, itself included; None for all before it.
-            dtype: of the scores.
-        """
-        if (at, window) not in self.masks:
-            piece = self.pieces[at]
-            rows = torch.arange(piece.start, piece.end, device=self.device).unsqueeze(1)
-            keys = torch.arange(piece.end, device=self.device)
-            is_hidden = keys > rows
-            if window is not None:
-                is_hidden |= keys <= rows - window
-            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=self.device)
-            self.masks[at, window] = mask.masked_fill(is_hidden, torch.finfo(dtype).min)[None, None]
-        return self.masks[at, window]
-
-    def flash_arguments(self) -> dict[str, Any]:
-        """The shape of the batch, as variable-length attention wants it."""
-        lengths = [len(piece.tokens) for piece in self.pieces]
-        ends = [piece.end for piece in self.pieces]
-        last = self.pieces[-1].stretch
-        starts = [piece.stretch.start for piece in self.pieces] + [last.start + last.length]
-        offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-
-        def ints(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-        return {
-            "cu_seq_q": ints(offsets),
-            "cu_seq_k": ints(starts),
-            "seqused_k": ints(ends),
-            "max_q": max(lengths),
-            "max_k": max(ends),
-        }
 
 
 class PackedAttention:
@@ -147,9 +48,9 @@ class PackedAttention:
         self.cache = cache
         self._model = model
         self._usual = str(model.config._attn_implementation)
-        self._flash = _find_flash() if use_flash and model.device.type == "cuda" else None
+        is_cuda = model.device.type == "cuda"
+        self._flash = find_flash(cache.num_places) if use_flash and is_cuda else None
         self._step: Step | None = None
-        self._flash_arguments: dict[str, Any] | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -165,12 +66,13 @@ class PackedAttention:
     @contextmanager
     def stepping(self, step: Step) -> Iterator[None]:
         """Work on this step inside the `with` block."""
+        if self._flash is not None and step.spans is None:
+            step.spans = Spans.of(step.pieces, step.index.device)
         self._step = step
-        self._flash_arguments = step.flash_arguments() if self._flash else None
         try:
             yield
         finally:
-            self._step = self._flash_arguments = None
+            self._step = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
@@ -189,6 +91,7 @@ class PackedAttention:
 
         Raises:
             RouteError: if no step is under way, or it has another number of rows.
+            ModelError: if only the device knows the pieces, and that is not enough.
         """
         step = self._step
         if step is None or query.shape[2] != step.index.shape[0]:
@@ -198,19 +101,28 @@ class PackedAttention:
             layer, step.index, key[0].transpose(0, 1), value[0].transpose(0, 1)
         )
         window: int | None = kwargs.get("sliding_window")
-        if self._flash_arguments is not None and _fits_flash(query, values, kwargs):
-            assert self._flash is not None
-            out: Tensor = self._flash(
-                query[0].transpose(0, 1),
-                keys,
-                values,
-                **self._flash_arguments,
-                scale=kwargs.get("scaling"),
-                window_size=(-1 if window is None else window - 1, 0),
-                enable_gqa=True,
-                num_splits=1,
+        flash = self._flash
+        if flash is not None and step.spans is not None and flash.fits(query, values, kwargs):
+            rows, scale = query[0].transpose(0, 1), kwargs.get("scaling")
+            return flash(rows, keys, values, step.spans, scale=scale, window=window).unsqueeze(0)
+        if not step.pieces:
+            raise ModelError(
+                f"{type(module).__name__} cannot use variable-length attention, and each sequence "
+                "by itself would need to know its length"
             )
-            return out.unsqueeze(0)
+        return self._one_by_one(module, query, keys, values, step, window, kwargs)
+
+    def _one_by_one(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        window: int | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Each sequence through the function that the model would have called."""
         function, row, outs = self._usual_function(module), 0, []
         for at, piece in enumerate(step.pieces):
             rows = slice(row, row := row + len(piece.tokens))
@@ -255,23 +167,3 @@ def _attend(
     if attention is None:
         raise RouteError("the model is in use by an engine; another thread must wait for its turn")
     return attention.attend(module, query, key, value, **kwargs), None
-
-
-def _find_flash() -> Callable[..., Any] | None:
-    """PyTorch's variable-length attention, if it can be told not to split keys."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    has_all = {"seqused_k", "num_splits", "window_size", "enable_gqa"} <= known.keys()
-    return varlen_attn if has_all else None
-
-
-def _fits_flash(query: Tensor, values: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether variable-length attention can do what the model asks for."""
-    return (
-        all(kwargs.get(name) is None for name in _NO_FLASH)
-        and query.shape[-1] == values.shape[-1] <= 256
-        and query.dtype in (torch.bfloat16, torch.float16)
-    )

@@ -60,6 +60,7 @@ def build_batches(
     max_length: int,
     cache_tokens: int | None,
     chunk: int,
+    graphs: bool,
 ) -> Batches:
     """The best way to batch the requests of a model.
 
@@ -70,6 +71,7 @@ def build_batches(
         max_length: tokens of the longest request.
         cache_tokens: places in the KV cache; None for as many as may be needed or fit.
         chunk: tokens of a prompt that are read at once.
+        graphs: on CUDA, run packed decode steps as graphs.
 
     Raises:
         ModelError: if "packed" was asked for and the model does not allow it.
@@ -89,9 +91,10 @@ def build_batches(
     return PackedBatches(
         lora,
         num_tokens=num_tokens,
-        max_step_tokens=max_running + max(chunk, 2048),
+        max_running=max_running,
         chunk=chunk,
         use_flash=use_flash,
+        graphs=graphs,
     )
 
 

@@ -64,6 +64,8 @@ class Engine:
         max_length: tokens of a request, prompt and answer; None for what the model was made for.
         cache_tokens: tokens in the KV cache; None for what may be needed, as far as memory allows.
         chunk: tokens of a prompt that are read at once.
+        graphs: on CUDA, capture the steps of packed requests as graphs at the start; where the
+            model does not allow it, a warning says so.
         host_bytes: host memory for adapters; those that were not needed for longest are read from
             disk again when they are. None for no limit.
 
@@ -113,6 +115,7 @@ class Engine:
         max_length: int | None = None,
         cache_tokens: int | None = None,
         chunk: int = 512,
+        graphs: bool = True,
         host_bytes: int | None = None,
     ) -> None:
         max_length = longest(lora) if max_length is None else max_length
@@ -133,6 +136,7 @@ class Engine:
             max_length=max_length,
             cache_tokens=cache_tokens,
             chunk=chunk,
+            graphs=graphs,
         )
         self.lora = lora
         self.tokenizer = tokenizer
@@ -286,8 +290,7 @@ class Engine:
         """`deliver`, with the tokens counted."""
 
         def count(delta: Delta) -> None:
-            with self._tally.changing() as stats:
-                stats.answer_tokens[name] += len(delta.tokens)
+            self._tally.count_tokens(name, len(delta.tokens))
             deliver(delta)
 
         return count

@@ -42,6 +42,11 @@ class KvCache:
     Args:
         num_tokens: places for tokens; rounded down to a multiple of 16.
         device: where the model is.
+        num_spare: places behind them, which no request ever gets.
+
+    Attributes:
+        num_tokens: places that requests can have.
+        num_places: all of them, the spare ones included.
 
     Example:
         >>> cache = KvCache(64, torch.device("cpu"))
@@ -53,8 +58,9 @@ class KvCache:
         Stretch(start=0, length=16)
     """
 
-    def __init__(self, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, num_tokens: int, device: torch.device, *, num_spare: int = 0) -> None:
         self.num_tokens = num_tokens // _GRAIN * _GRAIN
+        self.num_places = self.num_tokens + num_spare
         self._device = device
         self._free = [Stretch(0, self.num_tokens)] if self.num_tokens else []
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -85,6 +91,10 @@ class KvCache:
                 merged.append(each)
         self._free = merged
 
+    def spare(self, at: int) -> Stretch:
+        """Spare place number `at`, for a row that is computed and not wanted."""
+        return Stretch(self.num_tokens + at, 1)
+
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values, *in place*, and return those of all places.
 
@@ -95,7 +105,7 @@ class KvCache:
             value: likewise, with a head_dim of its own.
 
         Returns:
-            Keys and values [num_tokens, num_heads, head_dim].
+            Keys and values [num_places, num_heads, head_dim].
         """
         if layer not in self._layers:
             # Tensors made in inference mode could not be written outside it. Zeros, as a kernel may
@@ -108,5 +118,5 @@ class KvCache:
         return keys, values
 
     def _zeros(self, like: Tensor) -> Tensor:
-        shape = (self.num_tokens, *like.shape[1:])
+        shape = (self.num_places, *like.shape[1:])
         return torch.zeros(shape, dtype=like.dtype, device=self._device)

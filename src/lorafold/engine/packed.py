@@ -7,6 +7,7 @@ shapes of a request's attention are its own. Requests come and go between steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,17 @@ import torch
 from torch import Tensor
 
 from lorafold.engine.answering import Answering
-from lorafold.engine.attention import PackedAttention, Piece, Step
+from lorafold.engine.attention import PackedAttention
+from lorafold.engine.graphs import DecodeGraphs
 from lorafold.engine.kv import KvCache, Stretch
 from lorafold.engine.sampler import choose_tokens
+from lorafold.engine.step import Piece, Step, send
 from lorafold.errors import BackendError, LoraError
 from lorafold.runtime import MultiLora
 
 __all__ = ["PackedBatches", "PackedForward", "why_not_packed"]
+
+_log = logging.getLogger(__name__)
 
 _PACKABLE = {"full_attention", "sliding_attention"}
 # Rotary frequencies that follow the longest sequence of a batch would tie its sequences together.
@@ -31,6 +36,9 @@ _TOLERANCE = (
 )
 
 
+_STEP_TOKENS = 2048  # of prompts in one step
+
+
 class PackedForward:
     """One forward of several sequences packed into one row of the batch.
 
@@ -38,6 +46,9 @@ class PackedForward:
         lora: the model.
         cache: keys and values of the sequences.
         use_flash: as for `PackedAttention`.
+
+    Attributes:
+        attention: what the model calls.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,12 +75,12 @@ class PackedForward:
     def __init__(self, lora: MultiLora, cache: KvCache, *, use_flash: bool = True) -> None:
         self._lora = lora
         self._device = lora.pool.device
-        self._attention = PackedAttention(lora.model, cache, use_flash=use_flash)
+        self.attention = PackedAttention(lora.model, cache, use_flash=use_flash)
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Keep the model for packed forwards inside the `with` block."""
-        with self._lora.turn(), self._attention.installed():
+        with self._lora.turn(), self.attention.installed():
             yield
 
     def __call__(self, pieces: Sequence[Piece]) -> Tensor:
@@ -77,7 +88,7 @@ class PackedForward:
         # Variable-length attention wants the stretches in ascending order.
         order = sorted(range(len(pieces)), key=lambda at: pieces[at].stretch.start)
         ordered = [pieces[at] for at in order]
-        step = Step(ordered, self._device)
+        step = Step.of(ordered, self._device)
         slots = [piece.slot for piece in ordered for _ in piece.tokens]
         positions = [place for piece in ordered for place in range(piece.start, piece.end)]
         ids = [token for piece in ordered for token in piece.tokens]
@@ -88,12 +99,13 @@ class PackedForward:
                 kept.append(last)
                 of_piece.append(at)
         # The head must see something; without a wish for logits, it is the first row.
-        with self._lora.packed_rows(slots, kept or [0]), self._attention.stepping(step):
+        inputs = send([*ids, *positions, *(kept or [0])], torch.int64, self._device)
+        with self._lora.packed_rows(slots, kept or [0]), self.attention.stepping(step):
             model: Any = self._lora.model
             logits: Tensor = model(
-                input_ids=torch.tensor([ids], device=self._device),
-                position_ids=torch.tensor([positions], device=self._device),
-                logits_to_keep=torch.tensor(kept or [0], device=self._device),
+                input_ids=inputs[: len(ids)].unsqueeze(0),
+                position_ids=inputs[len(ids) : 2 * len(ids)].unsqueeze(0),
+                logits_to_keep=inputs[2 * len(ids) :],
                 use_cache=False,
             ).logits[0, : len(kept)]
         back = sorted(range(len(kept)), key=of_piece.__getitem__)
@@ -106,9 +118,10 @@ class PackedBatches:
     Args:
         lora: the model.
         num_tokens: places in the KV cache.
-        max_step_tokens: rows of one step, at most; a chunk must fit beside all running requests.
+        max_running: requests that run at the same time.
         chunk: tokens of a prompt that are read at once.
         use_flash: as for `PackedAttention`.
+        graphs: on CUDA, run decode steps as graphs, where the model allows it.
 
     Raises:
         BackendError: if the KV cache is too small for a request, or too large for the device.
@@ -121,16 +134,21 @@ class PackedBatches:
         lora: MultiLora,
         *,
         num_tokens: int,
-        max_step_tokens: int,
+        max_running: int,
         chunk: int,
         use_flash: bool = True,
+        graphs: bool = True,
     ) -> None:
-        self.cache = KvCache(num_tokens, lora.pool.device)
+        self.cache = KvCache(num_tokens, lora.pool.device, num_spare=max_running)
         self._forward = PackedForward(lora, self.cache, use_flash=use_flash)
-        self._max_step_tokens = max_step_tokens
+        # A chunk fits beside all running requests.
+        self._max_step_tokens = max_running + max(chunk, _STEP_TOKENS)
         self._chunk = chunk
         self._stretches: dict[Answering, Stretch] = {}
         self._allocate()
+        self._decode: DecodeGraphs | None = None
+        if graphs and lora.pool.device.type == "cuda":
+            self._decode = self._captured(DecodeGraphs(lora, self._forward.attention, max_running))
 
     def session(self) -> Any:
         """A `with` block in which `advance` may be called."""
@@ -159,8 +177,11 @@ class PackedBatches:
 
     def advance(self, running: Iterable[Answering]) -> None:
         """One step: every request that reaches the end of what is known of it gets a token."""
-        chosen = self._choose(running)
-        logits = self._forward([piece for _, piece in chosen])
+        # In the order that the forward wants, so that it has nothing to sort.
+        chosen = sorted(self._choose(running), key=lambda each: each[1].stretch.start)
+        pieces = [piece for _, piece in chosen]
+        decode = self._decode
+        logits = decode(pieces) if decode and decode.takes(pieces) else self._forward(pieces)
         ready = [answering for answering, piece in chosen if piece.wants_logits]
         for answering, piece in chosen:
             answering.num_cached = piece.end
@@ -185,6 +206,16 @@ class PackedBatches:
             message = f"no memory for a KV cache of {self.cache.num_tokens} tokens: {error}"
             raise BackendError(f"{message}\nhint: lower cache_tokens or max_running") from error
         self.cache.release(stretch)
+
+    def _captured(self, graphs: DecodeGraphs) -> DecodeGraphs | None:
+        """The graphs, captured; None, with a warning, if the model does not allow it."""
+        try:
+            with self.session():
+                graphs.capture()
+        except Exception as error:  # whatever model code does that a graph cannot hold
+            _log.warning("decode steps run without CUDA graphs: %s", error)
+            return None
+        return graphs
 
     def _choose(self, running: Iterable[Answering]) -> list[tuple[Answering, Piece]]:
         """Answers first, a token each, then chunks of prompts as far as there is room."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lorafold.engine.request import Sampling, TokenLogprob
+from lorafold.engine.step import send
 
 __all__ = ["Choice", "Draw", "choose_tokens"]
 
@@ -70,26 +71,31 @@ def choose_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[Choice]:
         >>> [choice.token for choice in choose_tokens(logits, [Draw(Sampling(), 0)] * 2)]
         [1, 0]
     """
-    tokens = logits.argmax(dim=-1)
     drawn = [row for row, draw in enumerate(draws) if not draw.sampling.is_greedy]
-    if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        tokens[index] = _drawn(logits[index], [draws[row] for row in drawn])
-    chosen = tokens.tolist()
-    logprobs = _logprobs(logits, chosen, draws)
-    return [Choice(token, logprobs.get(row)) for row, token in enumerate(chosen)]
+    if len(drawn) == len(draws):
+        tokens = _drawn(logits, draws)
+    else:
+        tokens = logits.argmax(dim=-1)
+        if drawn:
+            index = send(drawn, torch.int64, logits.device)
+            tokens[index] = _drawn(logits[index], [draws[row] for row in drawn])
+    logprobs = _logprobs(logits, tokens, draws)
+    return [Choice(token, logprobs.get(row)) for row, token in enumerate(tokens.tolist())]
 
 
 def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """[num_rows] int64, drawn from the rows of `logits`."""
-    device = logits.device
-    temperature = _column([draw.sampling.temperature for draw in draws], torch.float64, device)
+    device, asked = logits.device, [draw.sampling for draw in draws]
+    numbers = [each.temperature for each in asked] + [each.top_p for each in asked]
+    temperature, top_p = send(numbers, torch.float64, device).view(2, -1, 1).unbind()
     scores = logits.double() / temperature
-    top_p = [draw.sampling.top_p for draw in draws]
-    if min(top_p) < 1:
-        scores = _nucleus(scores, _column(top_p, torch.float64, device))
-    seeds = _column([draw.sampling.seed or 0 for draw in draws], torch.int64, device)
-    places = _column([draw.place for draw in draws], torch.int64, device)
+    cut = [row for row, each in enumerate(asked) if each.top_p < 1]
+    if cut:
+        index = send(cut, torch.int64, device)
+        is_out = _beyond(logits[index], temperature[index], top_p[index])
+        scores[index] = scores[index].masked_fill(is_out, -torch.inf)
+    origins = [each.seed or 0 for each in asked] + [draw.place for draw in draws]
+    seeds, places = send(origins, torch.int64, device).view(2, -1, 1).unbind()
     tokens = torch.arange(logits.shape[-1], device=device)
     bits = _mix(_mix(_mix(seeds) + places) + tokens)
     # 52 bits and a half are exact in float64, above 0 and below 1.
@@ -97,15 +103,16 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return (scores - torch.log(-torch.log(uniform))).argmax(dim=-1)
 
 
-def _nucleus(scores: Tensor, top_p: Tensor) -> Tensor:
-    """`scores` with minus infinity where a token is not among the likeliest that reach top_p."""
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    probability = ordered.softmax(dim=-1)
+def _beyond(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
+    """[num_rows, vocab_size] bool: tokens that are not among the likeliest that reach top_p."""
+    # In the order of their scores: the temperature, applied in float64, makes no two equal. Fewer
+    # bits are sorted sooner.
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probability = (ordered.double() / temperature).softmax(dim=-1)
     before = probability.cumsum(dim=-1) - probability
-    # Where top_p is 1, rounding must not cut the tail; the likeliest token always stays.
-    is_out = (before >= top_p) & (top_p < 1)
-    is_out[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(is_out).scatter(-1, order, is_out), -torch.inf)
+    is_out = before >= top_p
+    is_out[:, 0] = False  # the likeliest token always stays
+    return torch.zeros_like(is_out).scatter(-1, order, is_out)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -116,26 +123,23 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
-def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
-
-
-def _logprobs(
-    logits: Tensor, tokens: Sequence[int], draws: Sequence[Draw]
-) -> dict[int, TokenLogprob]:
+def _logprobs(logits: Tensor, tokens: Tensor, draws: Sequence[Draw]) -> dict[int, TokenLogprob]:
     """The log-probabilities of the rows that want some."""
-    rows = [row for row, draw in enumerate(draws) if draw.sampling.num_logprobs is not None]
+    wanted = {row: draw.sampling.num_logprobs for row, draw in enumerate(draws)}
+    rows = [row for row, num_top in wanted.items() if num_top is not None]
     if not rows:
         return {}
-    index = torch.tensor(rows, device=logits.device)
+    index = send(rows, torch.int64, logits.device)
     logprobs = logits[index].float().log_softmax(dim=-1)
-    chosen = torch.tensor([tokens[row] for row in rows], device=logits.device)
-    of_chosen = logprobs.gather(-1, chosen.unsqueeze(1)).squeeze(1).tolist()
-    most = max(draws[row].sampling.num_logprobs or 0 for row in rows)
-    values, ids = (t.tolist() for t in logprobs.topk(min(most, logprobs.shape[-1]), dim=-1))
+    chosen = tokens[index].unsqueeze(1)
+    most = max(wanted[row] or 0 for row in rows)
+    values, ids = logprobs.topk(min(most, logprobs.shape[-1]), dim=-1)
+    # One wait for all of it: token ids and float32 are exact in float64.
+    columns = (chosen, logprobs.gather(-1, chosen), ids, values)
     found = {}
-    for at, row in enumerate(rows):
-        num_top = draws[row].sampling.num_logprobs
-        top = tuple(zip(ids[at][:num_top], values[at][:num_top], strict=True))
-        found[row] = TokenLogprob(tokens[row], of_chosen[at], top)
+    for row, (token, of_token, *rest) in zip(
+        rows, torch.cat([t.double() for t in columns], dim=1).tolist(), strict=True
+    ):
+        pairs = zip(map(int, rest[: ids.shape[1]]), rest[ids.shape[1] :], strict=True)
+        found[row] = TokenLogprob(int(token), of_token, tuple(pairs)[: wanted[row]])
     return found

@@ -78,7 +78,7 @@ class Routing:
         self._slots: tuple[int, ...] | None = None
         self._slot_tensor: Tensor | None = None
         self._may_repeat = False
-        self._is_packed = False
+        self._is_packed = self._are_given = False
         self._shape = (0, 0, 0)
 
     @property
@@ -110,12 +110,14 @@ class Routing:
             self.end()
             raise
 
-    def begin_packed(self, slots: Sequence[int], kept: Sequence[int]) -> None:
+    def begin_packed(self, slots: Sequence[int] | Rows, kept: Sequence[int]) -> None:
         """Route one forward whose sequences stand one after the other in one row of the batch.
 
         Args:
-            slots: one per token of `input_ids` [1, num_tokens]; -1 is base.
-            kept: the tokens that the output head sees.
+            slots: one per token of `input_ids` [1, num_tokens]; -1 is base. Or rows of the
+                caller's, whose slots only the device knows: the caller makes their plan again when
+                they change, and a CUDA graph that is captured with them reads them for ever.
+            kept: the tokens that the output head sees; with rows of the caller's all of them.
 
         Raises:
             RouteError: if a routing is active already, `slots` or `kept` is empty, or a slot or a
@@ -128,6 +130,9 @@ class Routing:
             >>> routing.seq_slot.tolist()
             [1, 1, 1, -1, -1]
         """
+        if isinstance(slots, Rows):
+            self._take_rows(slots, kept)
+            return
         if not kept or not all(0 <= token < len(slots) for token in kept):
             raise RouteError(
                 f"the kept tokens must be some of 0 .. {len(slots) - 1}; given: {list(kept)}"
@@ -145,10 +150,24 @@ class Routing:
             raise
         self._shape = (1, len(slots), len(kept))
 
-    def _take(self, slots: Sequence[int]) -> None:
-        """Make the slots those of the coming forwards."""
+    def _take_rows(self, rows: Rows, kept: Sequence[int]) -> None:
+        """Make the caller's rows those of the coming forward."""
+        num_rows = rows.seq_slot.shape[0]
+        if list(kept) != list(range(num_rows)):
+            raise RouteError(f"all {num_rows} tokens must be kept; given: {list(kept)}")
+        self._check_idle()
+        self._slots, self._is_packed, self._are_given = (), True, True
+        self.rows = rows
+        self.head_rows = None if self._head_buffer is None else rows
+        self._shape = (1, num_rows, num_rows)
+
+    def _check_idle(self) -> None:
         if self.is_active:
             raise RouteError("a routing is active already; hint: leave `rows` or `generate` first")
+
+    def _take(self, slots: Sequence[int]) -> None:
+        """Make the slots those of the coming forwards."""
+        self._check_idle()
         if not slots or not all(-1 <= slot < self.max_loras for slot in slots):
             raise RouteError(
                 f"there must be one slot per sequence, each -1 (base) .. {self.max_loras - 1}; "
@@ -174,7 +193,7 @@ class Routing:
             raise RouteError("no routing is active; hint: call `begin` first")
         shape = (num_sequences, num_tokens, num_kept)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing:
+        if capturing and not self._are_given:
             self._keep_addresses(shape)
         if shape == self._shape:
             return
@@ -198,7 +217,7 @@ class Routing:
     def end(self) -> None:
         """Route nothing any more: every row is base. Does no harm when nothing is active."""
         self._slots = self._slot_tensor = self.rows = self.head_rows = None
-        self._may_repeat = self._is_packed = False
+        self._may_repeat = self._is_packed = self._are_given = False
         self._shape = (0, 0, 0)
         for buffer in self._buffers:
             buffer.clear()
