@@ -19,13 +19,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import lorafold.peft
 from lorafold import ops
 from lorafold.cli.app import app
 from lorafold.cli.output import number, size_text
 from lorafold.peft import load_adapter, parse
 from lorafold.runtime import attach
-from tests.peft.folders import CONFIG, dense, linear_shapes, pair, tensors_of, write
-from tests.tiny_models import COMMON, adapted_by_peft, make_model, random_ids, write_adapter
+from tests.peft.folders import CONFIG, dense, linear_shapes, tensors_of, write
+from tests.tiny_models import COMMON, make_model, write_adapter
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -199,11 +200,19 @@ def test_inspect_fits_an_adapter_to_a_model(adapters, model_folder):
     assert "fits LlamaForCausalLM" in cli("inspect", adapters["poet"], "--model", model_folder)
 
 
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 def test_inspect_compares_copies_of_the_vocabulary(model, model_folder, tmp_path):
     """PEFT writes a copy of the head's weight when the head is a target."""
     folder = write_adapter(model, tmp_path / "head", ["lm_head"])
     assert "lm_head" in "".join(tensors_of(folder))
     shown = cli_json("inspect", folder, "--model", model_folder)
+    assert any("equals the base" in line for line in shown["dropped"])
+    # A tied head is in the model's file as the embedding only.
+    tied = make_model(tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    folder_tied = write_adapter(tied, tmp_path / "head of tied", ["lm_head"])
+    shown = cli_json("inspect", folder_tied, "--model", tmp_path / "tied")
     assert any("equals the base" in line for line in shown["dropped"])
     other = make_model(seed=5)
     other.save_pretrained(tmp_path / "other")
@@ -236,80 +245,9 @@ def test_inspect_shows_experts(tmp_path):
     assert "only with --model" in cli("inspect", folder)
 
 
-def logits(model: torch.nn.Module, folder: Path) -> torch.Tensor:
-    adapted = adapted_by_peft(model, folder, torch.float64)
-    with torch.no_grad():
-        return adapted(random_ids(2, 7)).logits
-
-
 @pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"rank": 8, "use_rslora": True},
-        {"rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"down_proj": 9}},
-        {"layers_to_transform": [1]},
-    ],
-    ids=["plain", "rslora", "patterns", "one-layer"],
+    "words", [[], ["q_proj", "down_proj"], ["embed_tokens"], ["all-linear", "embed_tokens"]]
 )
-def test_a_converted_adapter_means_the_same_to_peft(config, model, tmp_path):
-    before = write_adapter(model, tmp_path / "before", ["q_proj", "down_proj"], **config)
-    after = tmp_path / "deep" / "after"
-    shown = cli_json("convert", before, after)
-    assert shown["rank"] == max(row["rank"] for row in cli_json("inspect", before)["targets"])
-    assert torch.equal(logits(model, after), logits(model, before))
-    assert {tensor.dtype for tensor in tensors_of(after).values()} == {torch.bfloat16}
-
-
-def test_a_scale_that_no_whole_alpha_gives_survives(tmp_path):
-    before = write(tmp_path / "before", dense(rank=4), CONFIG | {"lora_alpha": 0.7})
-    cli("convert", before, tmp_path / "after")
-    scales = [
-        {entry.scale for entry in parse(tmp_path / each).entries} for each in ("before", "after")
-    ]
-    assert scales[0] == scales[1]
-
-
-def test_kohya_files_need_the_model(model_folder, tmp_path):
-    """Names with underscores for dots, and alphas as tensors."""
-    path = "model.layers.1.self_attn.q_proj"
-    factors = pair("x", (COMMON["hidden_size"], 4 * COMMON["head_dim"]), rank=4)
-    flat = f"lora_unet_{path.replace('.', '_')}"
-    tensors = {
-        f"{flat}.lora_down.weight": factors["x.lora_A.weight"],
-        f"{flat}.lora_up.weight": factors["x.lora_B.weight"],
-        f"{flat}.alpha": torch.tensor(2.0),
-    }
-    before = write(tmp_path / "before", tensors, None)
-    after = tmp_path / "after"
-    assert "name its model with --model" in cli("convert", before, after, code=1)
-    assert not after.exists()
-    shown = cli_json("convert", before, after, "--model", model_folder)
-    assert shown["targets"] == [path]
-    written = tensors_of(after)
-    prefix = f"base_model.model.{path}"
-    assert torch.equal(written[f"{prefix}.lora_A.weight"].float(), factors["x.lora_A.weight"])
-    assert torch.equal(written[f"{prefix}.lora_B.weight"].float(), factors["x.lora_B.weight"])
-    assert parse(after).entries[0].scale == 0.5
-
-
-def test_convert_leaves_nothing_half_done(adapters, tmp_path, monkeypatch):
-    used = tmp_path / "used"
-    used.mkdir()
-    (used / "file").write_text("mine")
-    assert "not empty" in cli("convert", adapters["sql"], used, code=1)
-    assert [each.name for each in used.iterdir()] == ["file"]
-    experts = REPOSITORY / "tests/data/peft_experts/peft-0.19.0-qwen3_moe"
-    assert "only adapters of linear layers" in cli("convert", experts, tmp_path / "out", code=1)
-
-    from lorafold.cli import write_peft
-
-    monkeypatch.setattr(write_peft, "alpha_of", lambda *args, **kwargs: 1)
-    assert "does not read back" in cli("convert", adapters["sql"], tmp_path / "out", code=1)
-    assert {each.name for each in tmp_path.iterdir()} == {"used"}
-
-
-@pytest.mark.parametrize("words", [[], ["q_proj", "down_proj"]])
 def test_plan_is_what_attaching_allocates(words, model_folder):
     options = [option for word in words for option in ("--target", word)]
     shown = cli_json("plan", "--model", model_folder, "--max-loras", 3, "--max-rank", 7, *options)
@@ -339,7 +277,9 @@ def test_plan_refuses(model_folder, tmp_path):
     assert "no causal language model" in cli("plan", "--model", tmp_path, code=1)
     experts = ("--max-expert-rank", 4)
     assert "no routed experts" in cli("plan", "--model", model_folder, *experts, code=1)
-    assert "linear layers end in" in cli("plan", "--model", model_folder, "--target", "x", code=1)
+    assert "they end in: down_proj, embed_tokens" in cli(
+        "plan", "--model", model_folder, "--target", "x", code=1
+    )
     if not torch.cuda.is_available():
         arguments = ("plan", "--model", model_folder, "--device", "cuda:0")
         assert "--device must be" in cli(*arguments, code=2)
@@ -380,6 +320,30 @@ def test_generate_answers_with_several_adapters_at_a_time(model, model_folder, a
     assert generate(model_folder, ["w4"])[0]["adapter"] is None
     text = cli("generate", model_folder, "w5", *loads[:2], "--max-new-tokens", 3)
     assert text.startswith("sql> w5\n")
+
+
+def test_generate_reads_each_folder_once_and_makes_targets_of_what_it_changes(
+    model, model_folder, tmp_path, monkeypatch
+):
+    folder = write_adapter(model, tmp_path / "sql", ["embed_tokens", "lm_head"], rank=5)
+    opened: list[Path] = []
+    original = lorafold.peft.open_folder
+
+    def counted(path: Path, decisions: Any) -> Any:
+        opened.append(path)
+        return original(path, decisions)
+
+    monkeypatch.setattr("lorafold.peft.open_folder", counted)
+    loads = ("--adapter", f"sql={folder}")
+    texts = [answer["text"] for answer in generate(model_folder, ["w5 w6"], *loads)]
+    assert opened == [folder]
+    base = [answer["text"] for answer in generate(model_folder, ["w5 w6"])]
+    assert texts != base
+    shown = cli_json("inspect", folder, "--model", model_folder)
+    assert {row["target"]: row["kind"] for row in shown["targets"]} == {
+        "model.embed_tokens": "embedding",
+        "lm_head": "linear",
+    }
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lorafold.errors import (
     BackendError,
     RouteError,
 )
+from lorafold.peft import parse
 from lorafold.slot_layout import PackedAdapter
 from lorafold.store import AdapterStore
 from tests.adapter_folders import TARGETS, make_pool, read, write_adapter
@@ -53,6 +54,21 @@ def test_an_adapter_is_read_when_it_is_first_needed_and_once(tmp_path: Path) -> 
     assert (store.num_reads, store.in_memory(), store.nbytes) == (1, ("a",), first.nbytes)
     assert first.nbytes == ONE
     assert not same(store.get("b"), first)
+
+
+def test_what_was_parsed_is_not_read_again_and_not_kept(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a")
+    expected, spec = read("a", folder), parse(folder)
+    store = AdapterStore(make_pool(), budget_bytes=ONE)
+    store.register("a", spec)
+    moved = folder.rename(tmp_path / "moved")
+    assert same(store.get("a"), expected)
+    store.register("b", write_adapter(tmp_path / "b", seed=1))
+    store.get("b")  # forgets a
+    with pytest.raises(AdapterFormatError, match="no such folder"):
+        store.get("a")
+    moved.rename(folder)
+    assert same(store.get("a"), expected)
 
 
 def test_what_was_not_asked_for_longest_makes_room(tmp_path: Path) -> None:

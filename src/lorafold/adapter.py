@@ -35,7 +35,13 @@ Kind = Literal["linear", "embedding", "router", "experts.gate_up", "experts.down
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The sizes of a linear target.
+    """The sizes of a linear layer, a router or an embedding.
+
+    Args:
+        in_features: columns of A; the number of tokens of an embedding.
+        out_features: rows of B.
+        is_embedding: whether the target looks tokens up instead of multiplying by its input. Takes
+            no part in comparisons: memory does not depend on it.
 
     Example:
         >>> TargetShape(in_features=64, out_features=32)
@@ -44,6 +50,7 @@ class TargetShape:
 
     in_features: int
     out_features: int
+    is_embedding: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ def _delta_norm(a: Tensor, b: Tensor, scale: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LoraWeights:
-    """A, B and scale of one linear target.
+    """A, B and scale of one linear target, router or embedding.
 
     Args:
         a: [rank, in_features] bfloat16 on the CPU, contiguous.
@@ -286,7 +293,8 @@ class Adapter:
 
     Args:
         name: what requests call it.
-        weights: per linear target (path in the model, such as "model.layers.0.self_attn.q_proj").
+        weights: per linear target, router and embedding (path in the model, such as
+            "model.layers.0.self_attn.q_proj").
         experts: per experts module (such as "model.layers.0.mlp.experts").
         source: the folder it was read from, "" if it was not read.
         base_model: what the config says it was trained on; never checked, as it is often a path.

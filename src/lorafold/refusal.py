@@ -81,8 +81,8 @@ class Refusal(Enum):
     LAYER_REPLICATION = "layer-replication", "the base was rebuilt with repeated layers"
     MEGATRON = "megatron", "the adapter belongs to parallel layers of Megatron"
     CONV = "conv", "the target is a convolution"
-    EMBEDDING = "embedding", "no layer applies a LoRA of an embedding yet"
     # Model
+    EMBEDDING = "embedding", "the adapter changes an embedding, and none is a target"
     UNMATCHED_PATH = "unmatched-path", "a module of the adapter is no target of the model"
     AMBIGUOUS_PATH = "ambiguous-path", "a module of the adapter may be several targets"
     SHAPE_MISMATCH = "shape-mismatch", "a factor does not fit the target's in or out features"
@@ -107,6 +107,7 @@ DOWNGRADABLE = frozenset(
 
 _MISMATCHES = frozenset(
     {
+        Refusal.EMBEDDING,
         Refusal.UNMATCHED_PATH,
         Refusal.SHAPE_MISMATCH,
         Refusal.RANK_ABOVE_MAX,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorafold.adapter import Adapter, LoadReport, TargetShape
+from lorafold.adapter import Adapter, LoadReport
 from lorafold.errors import ModelError, RouteError
 from lorafold.expert_pool import ExpertPool
 from lorafold.layers.attach import find_targets, unwrap_targets, wrap_targets
@@ -37,7 +37,7 @@ def attach(
     max_expert_rank: int | None = None,
     max_expert_bytes: int | None = None,
 ) -> MultiLora:
-    """Wrap the linear layers of a causal language model, in place, so that rows can name adapters.
+    """Wrap the layers of a causal language model, in place, so that rows can name adapters.
 
     The model is run once on six tokens, to see which layers can be targets. All memory for adapters
     is allocated here, once. While attached, the parameters of a target are called `<path>.base.*`:
@@ -47,8 +47,9 @@ def attach(
         model: a causal language model of transformers, in bfloat16, on one device.
         max_loras: adapters that fit at the same time.
         max_rank: the largest rank that fits.
-        targets: which layers: None for every linear layer but the output head, a list of words, or
-            a regular expression (`find_targets`).
+        targets: which layers: None for every linear layer but the output head, a list of words such
+            as ["all-linear", "embed_tokens", "lm_head"], or a regular expression (`find_targets`).
+            What is given to a model as `inputs_embeds` passes its embedding by.
         max_expert_rank: for a mixture of experts, the largest rank of its routed experts that fits;
             they and the routers are then targets too, and all experts run as `run_experts` says.
             0 for the routers alone, None for neither. Experts are many: `expert_pool_bytes` says
@@ -84,7 +85,7 @@ def attach(
     """
     layers = find_targets(model, targets)
     device = next(iter(layers.values())).device
-    shapes = {path: TargetShape(at.in_features, at.out_features) for path, at in layers.items()}
+    shapes = {path: at.shape for path, at in layers.items()}
     moe, experts = MoeTargets(), None
     if max_expert_rank is not None:
         moe = find_moe(model, device, with_experts=max_expert_rank != 0)
@@ -107,7 +108,7 @@ class MultiLora:
     in another thread meanwhile is an error. Gradients are off: the deltas have none.
 
     Attributes:
-        model: the model, with a `RoutedLinear` in the place of every target.
+        model: the model, with a routed layer in the place of every target.
         pool: where the adapters are.
 
     Example:
@@ -160,7 +161,8 @@ class MultiLora:
 
         Args:
             name: what rows will call it.
-            path: the folder with `adapter_config.json`.
+            path: the folder with `adapter_config.json`; or what `lorafold.peft.parse` made of one,
+                which is not read again and keeps the `strict` and `allow_inert` it was parsed with.
             strict: False lets some harmless oddities pass (`lorafold.peft.parse`).
             allow_inert: accept an adapter that changes nothing.
             expert_layout: how the file stores the factors of experts, where that is ambiguous.

@@ -12,13 +12,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
 from lorafold.adapter import Adapter
 from lorafold.device_memory import free_bytes
 from lorafold.errors import AdapterNotFoundError, BackendError, RouteError
-from lorafold.peft import load_adapter
+from lorafold.peft import AdapterSpec, load_adapter
 from lorafold.pool import Pool
 from lorafold.refusal import listed
 
@@ -28,7 +29,7 @@ __all__ = ["AdapterStore"]
 class _Entry:
     """One registration of a name. A later one of the same name is another object."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | AdapterSpec) -> None:
         self.path = path
         self.loading: Future[Adapter] | None = None
 
@@ -45,8 +46,8 @@ class AdapterStore:
         pinned: keep adapters as `Pool.pack` lays them out, on CUDA in page-locked memory: placing
             one is then one copy, and each takes a slot's bytes, whatever its rank. False keeps the
             factors as they are, and placing packs them.
-        read: reads the adapter of a name from a path, such as `MultiLora.read`; None for
-            `load_adapter`.
+        read: reads the adapter of a name from what was registered, such as `MultiLora.read`; None
+            for `load_adapter`.
 
     Raises:
         RouteError: if the budget has no room for one packed adapter, or is below 1.
@@ -69,7 +70,7 @@ class AdapterStore:
         *,
         budget_bytes: int | None = None,
         pinned: bool = False,
-        read: Callable[[str, str], Adapter] | None = None,
+        read: Callable[[str, Any], Adapter] | None = None,
     ) -> None:
         if budget_bytes is not None:
             least, free = pool.image_bytes if pinned else 1, free_bytes(torch.device("cpu"))
@@ -113,11 +114,13 @@ class AdapterStore:
 
         Args:
             name: what requests will call it.
-            path: a PEFT folder.
+            path: a PEFT folder; or what `lorafold.peft.parse` made of one, which the first `get`
+                takes, so that it does not read the folder again.
         """
+        source = path if isinstance(path, AdapterSpec) else os.fspath(path)
         with self._changed:
             self._forget(name)
-            self._entries[name] = _Entry(os.fspath(path))
+            self._entries[name] = _Entry(source)
 
     def unregister(self, name: str) -> None:
         """Take a name away, from host memory too.
@@ -177,6 +180,7 @@ class AdapterStore:
     def _load(self, name: str, entry: _Entry) -> Adapter:
         """Read an adapter and keep it, unless the name has got another meaning meanwhile."""
         adapter = self._read(name, entry.path)
+        entry.path = os.fspath(entry.path)  # the budget does not count what was parsed
         self._pool.check(adapter)
         num_bytes = adapter.nbytes
         if self.pinned:
@@ -231,5 +235,5 @@ class AdapterStore:
             raise AdapterNotFoundError(message, adapter=name)
         return self._entries[name]
 
-    def _load_adapter(self, name: str, path: str) -> Adapter:
+    def _load_adapter(self, name: str, path: str | AdapterSpec) -> Adapter:
         return load_adapter(path, self._pool.shapes, name=name)

@@ -63,6 +63,17 @@ def test_all_linear_layers_of_the_decoder_and_not_the_head(family: str) -> None:
         assert (layer.device, layer.is_head) == (torch.device("cpu"), False)
 
 
+def test_all_linear_layers_and_others_by_name() -> None:
+    model = make_model()
+    default = list(find_targets(model))
+    assert list(find_targets(model, ["all-linear"])) == default
+    layers = find_targets(model, ["all-linear", "embed_tokens", "lm_head"])
+    assert list(layers) == ["model.embed_tokens", *default, "lm_head"]
+    shapes = [layer.shape for layer in layers.values()]
+    assert [shape.is_embedding for shape in shapes] == [True, *[False] * (len(default) + 1)]
+    assert (shapes[0].in_features, shapes[0].out_features) == (96, 48)
+
+
 def test_the_features_of_a_transposed_linear_layer() -> None:
     layers = find_targets(make_model("gpt2"), ["c_fc"])
     assert {(at.in_features, at.out_features) for at in layers.values()} == {(48, 192)}
@@ -76,21 +87,26 @@ def test_the_features_of_a_transposed_linear_layer() -> None:
         (["model.layers.1.mlp.up_proj"], {"1.mlp.up_proj"}),
         (r".*\.1\.(self_attn\.v|mlp\.gate)_proj", {"1.self_attn.v_proj", "1.mlp.gate_proj"}),
         (["lm_head"], {"lm_head"}),
+        (["embed_tokens", "lm_head"], {"model.embed_tokens", "lm_head"}),
+        (r"model\.embed_tokens|.*1\.mlp\.up_proj", {"model.embed_tokens", "1.mlp.up_proj"}),
     ],
 )
 def test_words_and_regular_expressions(targets: list[str] | str, endings: set[str]) -> None:
     found = find_targets(make_model(), targets)
     assert {path.removeprefix("model.layers.") for path in found} == endings
-    assert [at.is_head for at in found.values()] == ["lm_head" in found] * len(found)
+    assert [path for path, at in found.items() if at.is_head] == ["lm_head"] * ("lm_head" in found)
 
 
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["q_proj", "qproj"], "`qproj` is not in the model; linear layers here end in: .*k_proj"),
+        (
+            ["q_proj", "qproj"],
+            "`qproj` is not in the model; linear layers and embeddings here end in: .*k_proj",
+        ),
         (["proj"], "`proj` is not in the model"),
         (["conv1d"], "`conv1d` is not linear but Conv1d"),
-        (["embed_tokens"], "`embed_tokens` is not linear but Embedding"),
+        (["norm"], "`norm` is not linear but Qwen3NextRMSNorm"),
         (["experts"], "`experts` is not linear but Qwen3NextExperts"),
         ("q_proj", "'q_proj' matches no whole path"),
         ("(q_proj", "'\\(q_proj' is no regular expression: missing"),

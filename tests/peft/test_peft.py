@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from peft.tuners.lora.config import MontecloraConfig
 from torch import Tensor, nn
 
-from lorafold.adapter import Adapter
+from lorafold.adapter import Adapter, TargetShape
 from lorafold.errors import AdapterFormatError, AdapterMismatchError
 from lorafold.peft import bind, load_adapter, parse
 from lorafold.peft.scale import round_scale
@@ -130,15 +132,33 @@ def test_a_saved_vocabulary_is_dropped_only_if_it_is_the_base(
     assert caught.value.code == "resized-vocabulary"
 
 
-def test_an_embedding_is_parsed_and_not_bound(model: Any, tmp_path: Path) -> None:
+def test_an_embedding_is_a_target_of_its_own_kind(model: Any, tmp_path: Path) -> None:
     folder = write_adapter(model, tmp_path, ["embed_tokens", "q_proj"])
     spec = parse(folder)
-    [entry] = [entry for entry in spec.entries if entry.kind == "embedding"]
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
-    assert (entry.a.shape[1], entry.b.shape[0]) == (vocabulary, hidden)
-    with pytest.raises(AdapterFormatError) as caught:
+    shape = TargetShape(vocabulary, hidden, is_embedding=True)
+    shapes = linear_shapes(model) | {"model.embed_tokens": shape}
+    adapter = bind(spec, shapes, base_tensor=base_tensor_of(model))
+    weights = adapter.weights["model.embed_tokens"]
+    prefix = "base_model.model.model.embed_tokens.lora_embedding_"
+    assert torch.equal(weights.a.float(), tensors_of(folder)[f"{prefix}A"].float())
+    assert torch.equal(weights.b.float(), tensors_of(folder)[f"{prefix}B"].float())
+    assert {line.kind for line in adapter.report.bound} == {"embedding", "linear"}
+    with pytest.raises(AdapterMismatchError) as caught:
         bind(spec, linear_shapes(model), base_tensor=base_tensor_of(model))
-    assert caught.value.code == "embedding"
+    assert vars(caught.value)["code"] == "embedding"
+
+
+def test_what_was_parsed_is_not_read_again(tmp_path: Path) -> None:
+    model = make_model("llama")
+    folder = write_adapter(model, tmp_path / "a", ATTENTION)
+    spec, expected = parse(folder), load_adapter(folder, linear_shapes(model))
+    assert os.fspath(spec) == str(folder)
+    shutil.rmtree(folder)
+    adapter = load_adapter(spec, linear_shapes(model))
+    assert adapter.name == expected.name
+    for path, weights in adapter.weights.items():
+        assert torch.equal(bits(weights.a), bits(expected.weights[path].a))
 
 
 INFIXES = {

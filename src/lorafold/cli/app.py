@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lorafold.cli.bench import bench
 from lorafold.cli.convert import convert
 from lorafold.cli.demo import demo
 from lorafold.cli.generate import generate
@@ -30,6 +31,7 @@ app = typer.Typer(
 _EXAMPLES: dict[Callable[..., None], str] = {
     demo: "lorafold demo --model ./llama --adapter sql=./sql-adapter --prompt 'List all users.'",
     verify: "lorafold verify --quick",
+    bench: "lorafold bench --rows 1 --rows 64 --rank 16",
     inspect: "lorafold inspect ./sql-adapter --model ./llama",
     convert: "lorafold convert ./old-adapter ./new-adapter",
     plan: "lorafold plan --model ./llama --max-loras 64 --max-rank 16",
@@ -37,8 +39,10 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     generate: "lorafold generate ./llama 'How are you?' --adapter pirate=./pirate --with pirate",
 }
 
+_EXIT_CODES = "Exit code 0: fine. 1: a difference or a refusal, with the reason. 2: wrong usage."
+
 for _command, _example in _EXAMPLES.items():
-    app.command(epilog=f"Example:  {_example}")(_command)
+    app.command(epilog=f"Example:  {_example}\n\n{_EXIT_CODES}")(_command)
 
 
 def _print_version(wanted: bool) -> None:

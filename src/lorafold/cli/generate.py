@@ -12,7 +12,7 @@ import typer
 from lorafold.cli.options import BASE, adapter_paths
 from lorafold.cli.output import Json, console, print_json, refusals, usage_error
 from lorafold.errors import BackendError
-from lorafold.peft import parse, ranks_of
+from lorafold.peft import parse, ranks_of, targets_of
 
 __all__ = ["generate"]
 
@@ -105,7 +105,8 @@ def _answers(
 ) -> list[dict[str, Any]]:
     """Load everything, run one batch, cut the answers out of it."""
     # Adapters are read first: a refusal need not wait for the model.
-    rank, expert_rank = ranks_of([parse(path) for path in paths.values()])
+    specs = {name: parse(path) for name, path in paths.items()}
+    rank, expert_rank = ranks_of(specs.values())
     from lorafold.integrations.transformers import load_model, load_tokenizer
     from lorafold.runtime import attach
 
@@ -116,10 +117,11 @@ def _answers(
         load_model(model_path, device=device),
         max_loras=max(1, len(paths)),
         max_rank=rank,
+        targets=targets_of(specs.values()),
         max_expert_rank=expert_rank,
     )
-    for name, path in paths.items():
-        lora.load(name, path)
+    for name, spec in specs.items():
+        lora.load(name, spec)
     texts = [_templated(tokenizer, prompt, raw=raw) for prompt, _ in rows]
     is_templated = texts[0] is not rows[0][0]
     batch = tokenizer(

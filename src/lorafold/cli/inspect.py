@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 
 from lorafold.adapter import LoraWeights
+from lorafold.cli.options import Layout
 from lorafold.cli.output import Json, console, number, print_json, refusals, table
 from lorafold.cli.shapes import base_tensors, read_shapes
 from lorafold.peft import AdapterSpec, bind, parse
+from lorafold.peft.layouts import ExpertLayout
 
 __all__ = ["inspect"]
 
@@ -63,6 +65,7 @@ def inspect(
     every: Annotated[
         bool, typer.Option("--all", help="One line per module instead of one for all layers.")
     ] = False,
+    expert_layout: Layout = None,
     as_json: Json = False,
 ) -> None:
     """Show what an adapter is: modules, ranks, scales, norms, and how its file was read.
@@ -71,7 +74,7 @@ def inspect(
     """
     with refusals(as_json=as_json):
         spec = parse(path, strict=strict, allow_inert=allow_inert)
-        summary = _of_spec(spec) if model is None else _of_model(spec, model)
+        summary = _of_spec(spec) if model is None else _of_model(spec, model, expert_layout)
     if as_json:
         print_json(asdict(summary))
     else:
@@ -104,10 +107,12 @@ def _of_spec(spec: AdapterSpec) -> _Summary:
     )
 
 
-def _of_model(spec: AdapterSpec, model: str) -> _Summary:
+def _of_model(spec: AdapterSpec, model: str, layout: ExpertLayout | None) -> _Summary:
     """The targets of a model that the adapter changes."""
     shapes = read_shapes(model)
-    adapter = bind(spec, shapes.targets, base_tensor=base_tensors(model))
+    adapter = bind(
+        spec, shapes.targets, base_tensor=base_tensors(model, shapes), expert_layout=layout
+    )
     report = adapter.report
     rows = [
         _Row(line.target, line.kind, line.rank, line.scale, line.delta_norm, line.tensors)

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
 
 from lorafold.cli.output import usage_error
+from lorafold.peft.layouts import ExpertLayout
 
-__all__ = ["BASE", "adapter_paths"]
+__all__ = ["BASE", "Layout", "adapter_paths"]
 
 BASE = "base"
 """How the command line calls the model without an adapter."""
+
+
+def _layout(text: str) -> ExpertLayout:
+    known: tuple[ExpertLayout, ...] = get_args(ExpertLayout)
+    for layout in known:
+        if text == layout:
+            return layout
+    raise usage_error(f"--expert-layout must be one of {', '.join(known)}; given: {text}")
+
+
+Layout = Annotated[
+    ExpertLayout | None,
+    typer.Option(
+        parser=_layout,
+        metavar="LAYOUT",
+        help="How the file stores experts, where it does not tell: "
+        f"{', '.join(get_args(ExpertLayout))}.",
+    ),
+]
+"""The option of every command that reads experts for a model."""
 
 
 def adapter_paths(texts: Sequence[str], *, taken: Collection[str] = ()) -> dict[str, Path]:

@@ -25,7 +25,7 @@ def plan(
     target: Annotated[
         list[str] | None,
         typer.Option(
-            help="A layer's path or its end, such as q_proj; may be repeated. "
+            help="A layer's path or its end, such as q_proj, or all-linear; may be repeated. "
             "Without it, all linear layers but the output head."
         ),
     ] = None,

@@ -13,7 +13,7 @@ import typer
 from lorafold.cli.options import adapter_paths
 from lorafold.cli.output import notices, refusals, usage_error
 from lorafold.errors import BackendError
-from lorafold.peft import parse, ranks_of
+from lorafold.peft import parse, ranks_of, targets_of
 
 __all__ = ["serve"]
 
@@ -33,7 +33,11 @@ def serve(  # noqa: PLR0913 (the flags of a command)
         int | None, typer.Option(min=0, help="Likewise for routed experts, which are then targets.")
     ] = None,
     target: Annotated[
-        list[str] | None, typer.Option(help="A target layer; may be repeated. Without it, all.")
+        list[str] | None,
+        typer.Option(
+            help="A layer's path or its end, such as q_proj, or all-linear; may be repeated. "
+            "Without it, all linear layers, and the embedding and head that the adapters change."
+        ),
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the base model; without it, --model.")
@@ -156,9 +160,11 @@ def _start_engine(
     except ModuleNotFoundError as error:
         raise BackendError(f"serving needs {error.name}, which is not installed\n{_HINT}") from None
     del fastapi, prometheus_client, uvicorn
-    specs = [parse(path) for path in paths.values()]
+    specs = {name: parse(path) for name, path in paths.items()}
     if attaching["max_rank"] is None:
-        attaching["max_rank"] = max(ranks_of(specs)[0], 16)
+        attaching["max_rank"] = max(ranks_of(specs.values())[0], 16)
+    if attaching["targets"] is None:
+        attaching["targets"] = targets_of(specs.values())
     from lorafold.engine import Engine
     from lorafold.integrations.transformers import load_model, load_tokenizer
     from lorafold.runtime import attach
@@ -167,8 +173,8 @@ def _start_engine(
     lora = attach(load_model(model_path, device=device), **attaching)
     engine = Engine(lora, tokenizer, **running)
     try:
-        for name, path in paths.items():
-            engine.load(name, path)
+        for name, spec in specs.items():
+            engine.load(name, spec)
     except BaseException:
         engine.close(timeout_s=0)
         raise

@@ -19,6 +19,9 @@ from lorafold.errors import BackendError, ModelError
 __all__ = ["ModelShapes", "base_tensors", "read_shapes"]
 
 
+_ALL_LINEAR = "all-linear"
+
+
 @dataclass(frozen=True)
 class ModelShapes:
     """What of a model can be a target.
@@ -26,42 +29,48 @@ class ModelShapes:
     Args:
         name: the class of the model.
         linears: per path, the linear layers, the output head among them.
+        embeddings: per path, the embedding of the input tokens.
         experts: per path, the modules of routed experts.
         routers: per path, the routers that are no linear layers.
         head: the path of the output head, "" where there is none.
+        is_tied: whether the head's weight is the embedding's.
     """
 
     name: str
     linears: dict[str, TargetShape]
+    embeddings: dict[str, TargetShape]
     experts: dict[str, ExpertShape]
     routers: dict[str, TargetShape]
     head: str
+    is_tied: bool
 
     @property
     def targets(self) -> dict[str, TargetShape | ExpertShape]:
         """Everything that an adapter may be bound to."""
-        return {**self.linears, **self.routers, **self.experts}
+        return {**self.linears, **self.embeddings, **self.routers, **self.experts}
 
     def chosen(self, words: Sequence[str]) -> dict[str, TargetShape]:
-        """The linear targets that the words name, each a path or its end; without words all but
-        the output head.
+        """The linear layers and embeddings that the words name, each a path or its end.
+
+        "all-linear", or no word, names every linear layer but the output head.
 
         Raises:
-            ModelError: if a word names no linear layer.
+            ModelError: if a word names neither a linear layer nor the embedding.
         """
-        if not words:
-            return {path: shape for path, shape in self.linears.items() if path != self.head}
+        default = {path for path in self.linears if path != self.head}
+        layers = {**self.linears, **self.embeddings}
         for word in words:
-            if not any(_names(word, path) for path in self.linears):
-                endings = sorted({path.rpartition(".")[2] for path in self.linears})
+            if word != _ALL_LINEAR and not any(_names(word, path) for path in layers):
+                endings = sorted({path.rpartition(".")[2] for path in layers})
                 raise ModelError(
-                    f"target `{word}` is no linear layer of {self.name}; its linear layers end in: "
-                    f"{', '.join(endings)}"
+                    f"target `{word}` is no linear layer of {self.name} and not its embedding; "
+                    f"they end in: {', '.join(endings)}"
                 )
+        also = default if not words or _ALL_LINEAR in words else ()
         return {
             path: shape
-            for path, shape in self.linears.items()
-            if any(_names(word, path) for word in words)
+            for path, shape in layers.items()
+            if path in also or any(_names(word, path) for word in words)
         }
 
 
@@ -93,14 +102,20 @@ def read_shapes(model: str | Path) -> ModelShapes:
     except (OSError, ValueError) as error:
         raise ModelError(f"no causal language model at {str(model)!r}: {error}") from error
     modules = dict(built.named_modules())
-    head = built.get_output_embeddings()
+    head, embedding = built.get_output_embeddings(), built.get_input_embeddings()
     experts = {path: shape for path, m in modules.items() if (shape := _experts(m))}
     return ModelShapes(
         name=type(built).__name__,
         linears={path: linear for path, m in modules.items() if (linear := _linear(m))},
+        embeddings={
+            path: TargetShape(m.num_embeddings, m.embedding_dim, is_embedding=True)
+            for path, m in modules.items()
+            if m is embedding and isinstance(m, nn.Embedding)
+        },
         experts=experts,
         routers=_routers(modules, experts),
         head=next((path for path, m in modules.items() if m is head), ""),
+        is_tied=bool(config.get_text_config().tie_word_embeddings),
     )
 
 
@@ -147,21 +162,25 @@ def _routers(
     return found
 
 
-def base_tensors(model: str | Path) -> Callable[[str], Tensor | None]:
+def base_tensors(model: str | Path, shapes: ModelShapes) -> Callable[[str], Tensor | None]:
     """A function from a module's path to its weight in the model's safetensors files.
 
     An adapter's copy of the vocabulary is compared with it. The prefixes of the file are those of
-    the model or lack its first segment.
+    the model or lack its first segment. A tied head is in the file as the embedding only.
 
     Args:
         model: the folder of the model; elsewhere no weight is found.
+        shapes: what `read_shapes` said of it.
     """
     files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
 
     def read(path: str) -> Tensor | None:
         wanted = re.compile(rf"(.*\.)?{re.escape(path)}\.weight")
         found = (_tensor(file, wanted) for file in files)
-        return next((tensor for tensor in found if tensor is not None), None)
+        weight = next((tensor for tensor in found if tensor is not None), None)
+        if weight is None and shapes.is_tied and path == shapes.head:
+            return next((read(embedding) for embedding in shapes.embeddings), None)
+        return weight
 
     return read
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lorafold.cli.output import Json, console, notices, print_json, refusals, table, usage_error
+from lorafold.cli.output import Json, console, print_json, refusals, table, usage_error
+from lorafold.cli.progress import progress_bar
 from lorafold.verify import Line, Report, replay, run
 from lorafold.verify.check import BOTH
 from lorafold.verify.checks import CHECKS, check_of
@@ -78,13 +78,7 @@ def verify(
 def _with_progress(
     quick: bool, device: str | None, seed: int, only: list[str] | None, *, hidden: bool
 ) -> Report:
-    columns = (
-        TextColumn("{task.description:22}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=notices(), transient=True, disable=hidden) as bar:
+    with progress_bar(hidden=hidden) as bar:
         task = bar.add_task("starting")
 
         def show(done: int, total: int, name: str) -> None:

@@ -30,7 +30,7 @@ from lorafold.demo.rows import (
 )
 from lorafold.errors import LoraError, ModelError
 from lorafold.numerics import default_numerics
-from lorafold.peft import parse, ranks_of
+from lorafold.peft import AdapterSpec, parse, ranks_of, targets_of
 from lorafold.runtime import attach
 
 __all__ = ["PROMPTS", "Answer", "DemoReport", "example_adapters", "run_demo"]
@@ -155,7 +155,7 @@ def run_demo(
     started = time.perf_counter()
     folders = dict(adapters) if adapters else example_adapters()
     # Adapters are read first: a refusal need not wait for the model.
-    ranks = ranks_of([parse(folder) for folder in folders.values()])
+    specs = {name: parse(folder) for name, folder in folders.items()}
     progress(f"loading {model or SMOLLM2_NAME.rpartition('/')[2]}", 0, None)
     # So small a model gains little from threads, and loses minutes where cores are shared.
     with _threads(1 if model is None else torch.get_num_threads()):
@@ -164,7 +164,7 @@ def run_demo(
         inputs = _inputs(tokenizer, [prompt for prompt, _ in rows], device)
         decode = partial(_decode, plain, inputs, tokenizer, max_new_tokens, progress)
         names = [name for _, name in rows]
-        batch, bit_checks = _batch(plain, decode, folders, names, ranks, progress)
+        batch, bit_checks = _batch(plain, decode, specs, names, progress)
         peft_checks = compare_with_peft(plain, folders, batch, names, progress)
     return DemoReport(
         model=model or SMOLLM2_NAME,
@@ -180,21 +180,26 @@ def run_demo(
 def _batch(
     plain: Any,
     decode: Callable[..., Generated],
-    folders: Mapping[str, Path],
+    specs: Mapping[str, AdapterSpec],
     names: Sequence[str | None],
-    ranks: tuple[int, int | None],
     progress: Progress,
 ) -> tuple[Generated, list[BitCheck]]:
     """Run the mixed batch, and one without adapters, and compare bits; the model is as before."""
-    max_rank, max_expert_rank = ranks
+    max_rank, max_expert_rank = ranks_of(specs.values())
     if max_expert_rank is None:
         base_check = "base = untouched model"
         without = decode("the untouched model", plain.generate)
-    progress("attaching", 0, len(folders))
-    lora = attach(plain, max_loras=len(folders), max_rank=max_rank, max_expert_rank=max_expert_rank)
-    for done, (name, folder) in enumerate(folders.items(), start=1):
-        lora.load(name, folder)
-        progress("attaching", done, len(folders))
+    progress("attaching", 0, len(specs))
+    lora = attach(
+        plain,
+        max_loras=len(specs),
+        max_rank=max_rank,
+        targets=targets_of(specs.values()),
+        max_expert_rank=max_expert_rank,
+    )
+    for done, (name, spec) in enumerate(specs.items(), start=1):
+        lora.load(name, spec)
+        progress("attaching", done, len(specs))
     if max_expert_rank is not None:
         # Attaching experts changes how the base sums them, so the attached model is compared with.
         base_check, base_rows = "base = batch of base rows", [None] * len(names)
@@ -202,8 +207,12 @@ def _batch(
     with recording(plain, len(names)) as calls:
         batch = decode("one batch, token by token", partial(lora.generate, adapters=names))
 
-    weights = {name: lora.read(name, folder).weights for name, folder in folders.items()}
-    checks = [rows_alone(name, weights[name], calls, names, progress) for name in folders]
+    recorded = {call.target for call in calls}
+    weights = {
+        name: {t: w for t, w in lora.read(name, spec).weights.items() if t in recorded}
+        for name, spec in specs.items()
+    }
+    checks = [rows_alone(name, weights[name], calls, names, progress) for name in specs]
     checks.append(untouched_rows(weights, calls, names))
     checks.append(compare_logits(base_check, batch, without, names))
     lora.detach()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lorafold.adapter import ExpertShape, TargetShape
 from lorafold.errors import ModelError
-from lorafold.layers.attach import PROBE_TOKENS, run_probe
 from lorafold.layers.experts import ExpertPlans, RoutedExperts, run_experts
+from lorafold.layers.probe import PROBE_TOKENS, run_probe
 from lorafold.layers.router import RoutedRouter, WeightProduct
 from lorafold.layers.routing import Routing
 from lorafold.pool import Pool

@@ -19,12 +19,12 @@ from lorafold.peft.factors import build_entries
 from lorafold.peft.files import Folder, open_folder
 from lorafold.peft.layouts import ExpertLayout
 from lorafold.peft.names import TensorName, read_names
-from lorafold.peft.paths import core
+from lorafold.peft.paths import HEAD, core, is_head
 from lorafold.peft.scale import ScaleRule
 from lorafold.peft.spec import AdapterSpec, ExpertEntry, LoraEntry, Projection
 from lorafold.refusal import Decisions, Refusal, listed
 
-__all__ = ["AdapterSpec", "bind", "load_adapter", "parse", "ranks_of"]
+__all__ = ["AdapterSpec", "bind", "load_adapter", "parse", "ranks_of", "targets_of"]
 
 # What a config may call the part of the experts that a tensor adapts.
 _EXPERT_WORDS: dict[Projection | None, tuple[str, ...]] = {
@@ -49,7 +49,8 @@ def load_adapter(
     """`parse` and `bind` in one call.
 
     Args:
-        folder: as in `parse`.
+        folder: as in `parse`; or what `parse` returned, which is not read again and keeps the
+            `strict` and `allow_inert` it was parsed with.
         targets: as in `bind`.
         name: as in `bind`.
         strict: as in `parse`.
@@ -66,7 +67,9 @@ def load_adapter(
         Traceback (most recent call last):
         lorafold.errors.AdapterFormatError: `no/such/folder`: there is no such folder ...
     """
-    spec = parse(folder, strict=strict, allow_inert=allow_inert)
+    spec = folder
+    if not isinstance(spec, AdapterSpec):
+        spec = parse(folder, strict=strict, allow_inert=allow_inert)
     return bind(spec, targets, name=name, base_tensor=base_tensor, expert_layout=expert_layout)
 
 
@@ -148,6 +151,26 @@ def ranks_of(specs: Iterable[AdapterSpec]) -> tuple[int, int | None]:
     has_router = any(entry.kind == "router" for entry in entries)
     expert_rank = max([0, *experts]) if experts or has_router else None
     return max([1, *(int(entry.a.shape[0]) for entry in entries)]), expert_rank
+
+
+def targets_of(specs: Iterable[AdapterSpec]) -> list[str] | None:
+    """The `targets` that `lorafold.attach` needs for some adapters.
+
+    Args:
+        specs: what `parse` read.
+
+    Returns:
+        "all-linear" and the names of the embeddings and heads that the adapters change; None where
+        they change none, so that the default serves.
+
+    Example:
+        >>> targets_of([]) is None
+        True
+    """
+    entries = [entry for spec in specs for entry in spec.entries]
+    words = {e.path.rpartition(".")[2] for e in entries if e.kind == "embedding"}
+    words |= {HEAD for e in entries if is_head(e.path)}
+    return ["all-linear", *sorted(words)] if words else None
 
 
 def _check_targets(

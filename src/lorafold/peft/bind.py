@@ -22,7 +22,7 @@ from lorafold.peft.config import VOCABULARY_LEAVES
 from lorafold.peft.experts import bind_experts
 from lorafold.peft.fused import cut, join
 from lorafold.peft.layouts import ExpertLayout
-from lorafold.peft.paths import Match, resolve, resolve_flat
+from lorafold.peft.paths import Match, mounts, resolve, resolve_flat
 from lorafold.peft.spec import AdapterSpec, ExpertEntry, LoraEntry
 from lorafold.refusal import Decisions, Refusal, listed
 
@@ -75,12 +75,9 @@ def bind(
         2.0
     """
     decisions = Decisions(name or spec.source, strict=spec.strict)
-    embeddings = [entry.path for entry in spec.entries if entry.kind == "embedding"]
-    if embeddings:
-        message = f"{listed(embeddings)}: {Refusal.EMBEDDING.meaning}"
-        raise decisions.refuse(Refusal.EMBEDDING, message)
-    dropped = _drop_copies(spec, base_tensor, decisions)
     linears = {path: s for path, s in targets.items() if isinstance(s, TargetShape)}
+    _check_embeddings(spec, linears, decisions)
+    dropped = _drop_copies(spec, base_tensor, decisions)
     shapes = {path: s for path, s in targets.items() if isinstance(s, ExpertShape)}
     entries, experts = _place_singles(spec, linears)
     matches = _resolve(entries, experts, targets, decisions)
@@ -105,6 +102,20 @@ def bind(
     )
 
 
+def _check_embeddings(
+    spec: AdapterSpec, linears: Mapping[str, TargetShape], decisions: Decisions
+) -> None:
+    """Refuse factors of an embedding where no embedding is a target."""
+    paths = [entry.path for entry in spec.entries if entry.kind == "embedding"]
+    if paths and not any(shape.is_embedding for shape in linears.values()):
+        words = ["all-linear", *sorted({path.rpartition(".")[2] for path in paths})]
+        message = (
+            f"it changes the embedding {listed(paths)}, and no embedding is a target; hint: "
+            f"attach(model, targets={words})"
+        )
+        raise decisions.refuse(Refusal.EMBEDDING, message)
+
+
 def _drop_copies(
     spec: AdapterSpec,
     base_tensor: Callable[[str], Tensor | None] | None,
@@ -113,7 +124,8 @@ def _drop_copies(
     """Refuse copies of vocabulary modules that are not, or may not be, equal to the base."""
     dropped: list[str] = []
     for path, copy in spec.copies.items():
-        base = None if base_tensor is None else base_tensor(path)
+        found = map(base_tensor, mounts(path)) if base_tensor is not None else ()
+        base = next((tensor for tensor in found if tensor is not None), None)
         if base is None:
             message = (
                 f"the file has a full copy of `{path}`, shape {tuple(copy.shape)}; hint: pass "
@@ -171,7 +183,14 @@ def _check_fit(
     if any(each not in linears for each in match.targets):
         return Refusal.UNMATCHED_PATH, f"`{entry.path}` is linear, `{target}` are experts"
     given_in, given_out = int(entry.a.shape[1]), int(entry.b.shape[0])
-    shape = linears[target]
+    shape, is_embedding = linears[target], entry.kind == "embedding"
+    if shape.is_embedding != is_embedding:
+        kinds = ("linear", "of an embedding")
+        message = (
+            f"the factors of `{entry.path}` are {kinds[is_embedding]}, its target `{target}` is "
+            f"{'an embedding' if shape.is_embedding else 'linear'}"
+        )
+        return Refusal.SHAPE_MISMATCH, message
     if given_in != shape.in_features and is_qalora:
         message = f"A of `{entry.path}` has {given_in} inputs, `{target}` has {shape.in_features}"
         return Refusal.QALORA, message
@@ -184,7 +203,8 @@ def _check_fit(
         f"{shape.in_features} and {shape.out_features}"
     )
     is_vocabulary = target.rpartition(".")[2] in VOCABULARY_LEAVES
-    if is_vocabulary and given_in == shape.in_features:
+    has_hidden = given_out == shape.out_features if is_embedding else given_in == shape.in_features
+    if is_vocabulary and has_hidden:
         return Refusal.RESIZED_VOCABULARY, message
     return Refusal.SHAPE_MISMATCH, message
 

@@ -55,7 +55,7 @@ _REFUSED = {
 
 _MERGEABLE = frozenset({Refusal.DORA, Refusal.LORA_BIAS, Refusal.TRAINABLE_TOKENS})
 _PLAIN_INITS = frozenset({"gaussian", "orthogonal", "eva", "mica"})
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "kasa")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lorafold.peft.config import PeftConfig
 from lorafold.refusal import Decisions, Refusal
 
-__all__ = ["ExpertLayout", "choose_swap", "is_grouped", "stacked", "unfold"]
+__all__ = ["ExpertLayout", "choose_swap", "fold", "is_grouped", "stacked", "unfold"]
 
 ExpertLayout = Literal["peft", "peft-0.18", "unsloth", "unsloth-0.18"]
 """Layouts of folded factors: with in and out as they are or ("-0.18") swapped, and with the columns
@@ -57,6 +57,26 @@ def unfold(
     if swapped:
         return columns.transpose(1, 2), rows.transpose(1, 2)
     return rows, columns
+
+
+def fold(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """PEFT's folded factors from per-expert ones, as PEFT 0.19.1 and later store them.
+
+    Args:
+        a: [num_experts, rank, in].
+        b: [num_experts, out, rank].
+
+    Returns:
+        A [num_experts * rank, in] and B [out, rank * num_experts], contiguous.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.rand(2, 3, 8), torch.rand(2, 4, 3)
+        >>> again = unfold(*fold(a, b), rank=3, swapped=False, grouped=False)
+        >>> torch.equal(again[0], a), torch.equal(again[1], b)
+        (True, True)
+    """
+    return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
 
 
 def stacked(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lorafold.refusal import Decisions, Refusal, listed
 
-__all__ = ["FUSED", "Match", "core", "resolve", "resolve_flat"]
+__all__ = ["FUSED", "HEAD", "Match", "core", "is_head", "mounts", "resolve", "resolve_flat"]
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -21,10 +21,18 @@ FUSED = {
 }
 """Linear layers whose outputs are those of several others, one after the other."""
 
+HEAD = "lm_head"
+"""What transformers calls the output head."""
+
+_HEADS = (HEAD, "unembed_tokens")
+
 # Segments that wrappers of a language model add or leave out.
 _CONTAINERS = frozenset({"model", "language_model", "backbone"})
+_MOUNTS = (
+    "", "model", "language_model", "model.language_model", "language_model.model", "backbone",
+)  # fmt: skip
 # Segments that other tools, or older versions of transformers, use for the same module.
-_ALIASES = {"block_sparse_moe": "mlp", "attn": "self_attn", "unembed_tokens": "lm_head"}
+_ALIASES = {"block_sparse_moe": "mlp", "attn": "self_attn", "unembed_tokens": HEAD}
 _FLAT_PREFIXES = ("lora_transformer_", "lora_unet_", "lora_te1_", "lora_te2_", "lora_te_", "lora_")
 
 
@@ -53,6 +61,28 @@ def core(path: str) -> str:
         'layers.0.mlp.up_proj'
     """
     return ".".join(segment for segment in path.split(".") if segment not in _CONTAINERS)
+
+
+def is_head(path: str) -> bool:
+    """Whether a module is the output head, also where its path has underscores for dots.
+
+    Example:
+        >>> is_head("model.lm_head"), is_head("lora_te_lm_head"), is_head("mlm_head")
+        (True, True, False)
+    """
+    leaf = path.rpartition(".")[2]
+    return f"_{leaf}".endswith(tuple(f"_{name}" for name in _HEADS))
+
+
+def mounts(path: str) -> tuple[str, ...]:
+    """The places where wrappers of a language model may have put a module; its own path first.
+
+    Example:
+        >>> mounts("language_model.lm_head")[:3]
+        ('language_model.lm_head', 'lm_head', 'model.lm_head')
+    """
+    places = [_join(root, core(path)) for root in _MOUNTS]
+    return tuple(dict.fromkeys((path, *places)))
 
 
 def _split_root(path: str) -> tuple[str, str]:
@@ -162,6 +192,8 @@ def _resolve_group(
     kept = fits[partial[0]] if len(partial) == 1 else {}
     missing = [path for path in members if path not in kept]
     message = f"no target of the model is {listed(missing)}; targets are {listed(targets, limit=3)}"
+    if any(map(is_head, missing)):
+        message += f"; hint: attach(model, targets=['all-linear', '{HEAD}'])"
     decisions.tolerate(Refusal.UNMATCHED_PATH, message)
     return kept
 

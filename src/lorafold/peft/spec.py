@@ -102,6 +102,10 @@ class AdapterSpec:
     skipped: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
 
+    def __fspath__(self) -> str:
+        """The folder: what takes an adapter's folder takes the parsed adapter too."""
+        return self.source
+
     @property
     def num_tensors(self) -> int:
         """Tensors of the file that are factors."""
