@@ -17,10 +17,8 @@ import openai
 
 # oneDNN takes another way for a single row; PyTorch's own products do not (tests/engine/conftest),
 # so that an answer among others can be compared with the same answer alone.
-_LAUNCH = (
-    "import sys, torch; torch._C._set_mkldnn_enabled(False); torch.set_num_threads(1); "
-    "from lorafold.cli import main; main()"
-)
+ALIKE = "import torch; torch._C._set_mkldnn_enabled(False); torch.set_num_threads(1)"
+_LAUNCH = f"{ALIKE}; from lorafold.cli import main; main()"
 
 
 class Process:

@@ -77,11 +77,11 @@ const step = async () => { now += 2000; const look = next; next = null; look(); 
 const texts = (node) => node.children.map((child) =>
   child.children.length ? texts(child) : child.textContent);
 const shown = () => ({
-  ...Object.fromEntries(["model", "rate", "running", "waiting", "tokens", "problem"].map(
+  ...Object.fromEntries(["model", "rate", "peak", "running", "waiting", "tokens", "problem"].map(
     (id) => [id, known[id]?.textContent ?? ""])),
   asksForKey: known["key-form"].hidden === false,
   slots: texts(known.slots ?? element()), rows: texts(known.rows ?? element()),
-  points: known.line?.attributes.points ?? "",
+  points: known.line?.attributes.points ?? "", area: known.area?.attributes.points ?? "",
 });
 """
 
@@ -116,7 +116,7 @@ def status(base_tokens: int, adapter_tokens: int) -> dict[str, Any]:
 def test_the_script_shows_numbers_names_and_rates() -> None:
     answers = [(200, status(1000, 50)), (200, status(1000, 110)), (200, status(1005, 110))]
     shown = script(answers, "await step(); await step(); print(shown());")
-    assert shown["model"] == "tiny, packed batches, 4,096 tokens"
+    assert shown["model"] == "tiny, packed batches, requests of up to 4,096 tokens"
     assert (shown["running"], shown["waiting"], shown["tokens"]) == ("3", "3", "1,115")
     assert shown["rate"] == "2.5"  # five tokens in two seconds, after sixty
     assert shown["slots"] == ["0: empty", "1: <b>sql</b>"]  # as text: nothing here is markup
@@ -125,6 +125,8 @@ def test_the_script_shows_numbers_names_and_rates() -> None:
         ["<b>sql</b>", "1", "2", "3", "4", "110"],
     ]
     assert shown["points"].startswith("595.0,2.0 600.0,")
+    assert shown["peak"] == "peak 30.0"
+    assert shown["area"] == f"595.0,80 {shown['points']} 600.0,80"
     assert shown["problem"] == ""
 
 
@@ -190,7 +192,7 @@ def test_a_browser_shows_the_page(url: str, tmp_path: Path) -> None:
             ],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=True,
         )
     assert "<td>a0</td>" in run.stdout

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from starlette.types import Receive
 
 from lorafold.engine import Answer, Delta, Engine, EngineClosedError, Request, Ticket
+from lorafold.server.mailbox import mailbox_of
 
 __all__ = ["Answers", "running_answers"]
 
@@ -28,7 +29,7 @@ class Answers:
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = mailbox_of(asyncio.get_running_loop())
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._num_open = len(requests)
@@ -74,7 +75,7 @@ class Answers:
         """Takes deltas from the engine's thread to the event loop's."""
 
         def deliver(delta: Delta) -> None:
-            self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
+            self._mailbox.post(self._deltas.put_nowait, (index, delta))
 
         return deliver
 

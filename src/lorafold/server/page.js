@@ -43,7 +43,8 @@ function say(text) {
 function show(status, now) {
   at("numbers").hidden = false;
   at("model").textContent =
-    `${status.model}, ${status.batching} batches, ${number.format(status.max_length)} tokens`;
+    `${status.model}, ${status.batching} batches, ` +
+    `requests of up to ${number.format(status.max_length)} tokens`;
   const models = [status.base, ...status.adapters];
   const sum = (name) => models.reduce((total, model) => total + model[name], 0);
   if (last !== null) {
@@ -69,6 +70,10 @@ function draw() {
     return `${x.toFixed(1)},${(78 - (76 * rate) / top).toFixed(1)}`;
   });
   at("line").setAttribute("points", points.join(" "));
+  const left = 600 - (rates.length - 1) * (600 / (HISTORY - 1));
+  const area = rates.length ? [`${left.toFixed(1)},80`, ...points, "600.0,80"] : [];
+  at("area").setAttribute("points", area.join(" "));
+  at("peak").textContent = `peak ${Math.max(0, ...rates).toFixed(1)}`;
 }
 
 function slots(status) {
