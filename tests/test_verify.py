@@ -253,7 +253,7 @@ def test_a_report_is_json_text_and_a_picture(tmp_path):
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(BackendError, match="pip install matplotlib"):
+    with pytest.raises(BackendError, match=r"pip install 'lorafold\[plot\]'"):
         plot(run(quick=True, device="cpu", only=["slots"]), tmp_path / "report.svg")
 
 

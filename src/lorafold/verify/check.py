@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 from lorafold.numerics import Numerics
 from lorafold.verify.case import Case
 
-__all__ = ["BOTH", "Check", "Extent", "Outcome", "Sides", "bits", "compare"]
+__all__ = ["BOTH", "Calls", "Check", "Extent", "Outcome", "Sides", "bits", "compare"]
 
 Sides = tuple[Tensor, Tensor]
 """(computed, expected): CPU tensors of one shape and dtype."""
+
+Calls = Iterable[Callable[[], object]]
+"""Calls that may run side by side."""
 
 BOTH: tuple[Numerics, ...] = ("gemv", "mma")
 
@@ -72,6 +76,9 @@ class Check:
         needs_cuda: whether it can be tried on a CUDA device only.
         needs_model: whether "mma" can be tried only where the tensor-core model is known.
         in_quick: whether it is part of a quick run.
+        launches: calls that together launch every kernel of `sides`, for sides that do much else
+            or launch many; None for `sides` itself.
+        is_exclusive: whether nothing else may use the device meanwhile.
     """
 
     name: str
@@ -82,6 +89,16 @@ class Check:
     needs_cuda: bool = False
     needs_model: bool = False
     in_quick: bool = True
+    launches: Callable[[Case, torch.device], Calls] | None = None
+    is_exclusive: bool = False
+
+    def calls(self, case: Case, device: torch.device) -> Calls:
+        """What launches the check's kernels; an exclusive one has those of others."""
+        if self.is_exclusive:
+            return ()
+        if self.launches is None:
+            return (partial(self.sides, case, device),)
+        return self.launches(case, device)
 
     def run(self, extent: Extent, numerics: Numerics) -> Outcome:
         """Try all cases.

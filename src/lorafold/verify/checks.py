@@ -34,6 +34,7 @@ CHECKS: tuple[Check, ...] = (
         numerics=("mma",),
         needs_cuda=True,
         needs_model=True,
+        launches=tensor_cores.step_launches,
     ),
     Check(
         "controls",
@@ -47,6 +48,7 @@ CHECKS: tuple[Check, ...] = (
         dense.contract,
         small_cases,
         needs_model=True,
+        launches=dense.contract_launches,
     ),
     Check(
         "device is CPU",
@@ -55,6 +57,7 @@ CHECKS: tuple[Check, ...] = (
         all_cases,
         needs_cuda=True,
         needs_model=True,
+        launches=kernels.plain_launches,
     ),
     Check("row alone", "a row alone is the row in a batch", dense.row_alone, dense_cases),
     Check("order", "the order of rows does not matter", dense.order, dense_cases),
@@ -65,7 +68,13 @@ CHECKS: tuple[Check, ...] = (
         dense_cases,
     ),
     Check("chunks", "a prefill in chunks is the whole prefill", dense.chunks, dense_cases),
-    Check("padding", "max_rank of the pool does not matter", dense.padding, dense_cases),
+    Check(
+        "padding",
+        "max_rank of the pool does not matter",
+        dense.padding,
+        dense_cases,
+        launches=dense.padding_launches,
+    ),
     Check("slots", "the slot of an adapter does not matter", dense.slot_numbers, dense_cases),
     Check(
         "one adapter",
@@ -90,6 +99,7 @@ CHECKS: tuple[Check, ...] = (
         _first_case,
         needs_cuda=True,
         in_quick=False,  # each candidate is a kernel to compile
+        launches=kernels.tile_launches,
     ),
     Check(
         "graph",
@@ -97,6 +107,7 @@ CHECKS: tuple[Check, ...] = (
         kernels.graph_replays,
         dense_cases,
         needs_cuda=True,
+        is_exclusive=True,
     ),
     Check("windows", "windows of expert rows do not matter", experts.windows, expert_cases),
     Check(

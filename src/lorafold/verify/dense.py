@@ -5,9 +5,12 @@ Each function computes the two sides of one check, for a case and a device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from lorafold import ops
 from lorafold.numerics import Numerics
@@ -24,17 +27,19 @@ from lorafold.verify.apply import (
     truth,
 )
 from lorafold.verify.case import Case
-from lorafold.verify.check import Sides, bits
+from lorafold.verify.check import Calls, Sides, bits
 
 __all__ = [
     "chunks",
     "contract",
+    "contract_launches",
     "controls",
     "guard_cells",
     "neighbours",
     "one_adapter",
     "order",
     "padding",
+    "padding_launches",
     "planned",
     "repeats",
     "row_alone",
@@ -59,9 +64,22 @@ def contract(case: Case, device: torch.device) -> Sides:
             b = case["b"][slot, :, :rank].double().tolist()
             scale = float(case["scales"][slot])
             expected[i] = literal.fold_row(expected[i], x[i], a, b, scale, case.numerics, model)
-    tables = route(case, device, max_rank=max(16, case["a"].shape[1]))
-    computed = fold_rows(case, device, tables=tables)
+    computed = _padded(case, device, _contract_rank(case))
     return computed, torch.tensor(expected, dtype=torch.float64).bfloat16()
+
+
+def contract_launches(case: Case, device: torch.device) -> Calls:
+    """The operator of `contract`."""
+    return (partial(_padded, case, device, _contract_rank(case)),)
+
+
+def _contract_rank(case: Case) -> int:
+    return max(16, case["a"].shape[1])
+
+
+def _padded(case: Case, device: torch.device, max_rank: int) -> Tensor:
+    """The outputs of a pool of the given max_rank."""
+    return fold_rows(case, device, tables=route(case, device, max_rank=max_rank))
 
 
 def row_alone(case: Case, device: torch.device) -> Sides:
@@ -115,12 +133,15 @@ def chunks(case: Case, device: torch.device) -> Sides:
 
 def padding(case: Case, device: torch.device) -> Sides:
     """The adapters in pools of larger max_rank, and of the largest rank."""
+    computed = [call() for call in padding_launches(case, device)]
+    return torch.stack(computed), fold_rows(case, device).expand(len(computed), -1, -1)
+
+
+def padding_launches(case: Case, device: torch.device) -> list[Callable[[], Tensor]]:
+    """A call per larger max_rank."""
     most = case["a"].shape[1]
     ranks = [rank for rank in (most + 1, 64, 160) if rank > most]
-    computed = [
-        fold_rows(case, device, tables=route(case, device, max_rank=rank)) for rank in ranks
-    ]
-    return torch.stack(computed), fold_rows(case, device).expand(len(ranks), -1, -1)
+    return [partial(_padded, case, device, rank) for rank in ranks]
 
 
 def slot_numbers(case: Case, device: torch.device) -> Sides:

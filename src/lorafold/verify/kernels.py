@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ from lorafold.numerics import SEGMENT, Numerics
 from lorafold.ops import tiles
 from lorafold.verify.apply import device_tensor, fold_rows, model_of, poisoned, route, truth
 from lorafold.verify.case import Case
-from lorafold.verify.check import Sides
+from lorafold.verify.check import Calls, Sides
 
-__all__ = ["device_is_cpu", "graph_replays", "tile_sizes"]
+__all__ = ["device_is_cpu", "graph_replays", "plain_launches", "tile_launches", "tile_sizes"]
 
 
 def device_is_cpu(case: Case, device: torch.device) -> Sides:
@@ -22,6 +24,11 @@ def device_is_cpu(case: Case, device: torch.device) -> Sides:
     model = model_of(device)
     assert model is not None  # the check needs it
     return fold_rows(case, device), truth(case, model)
+
+
+def plain_launches(case: Case, device: torch.device) -> Calls:
+    """The kernels of a plain call."""
+    return (partial(fold_rows, case, device),)
 
 
 def graph_replays(case: Case, device: torch.device) -> Sides:
@@ -62,13 +69,22 @@ def graph_replays(case: Case, device: torch.device) -> Sides:
 def tile_sizes(case: Case, device: torch.device) -> Sides:
     """Every candidate of block sizes, warps and stages, and what the library chooses."""
     tables = route(case, device)
-    computed = [
-        _folded(case, device, tables, tile_rows, shrink, expand)
+    computed = [call() for call in _tilings(case, device, tables)]
+    expected = fold_rows(case, device, tables=tables)
+    return torch.stack(computed), expected.expand(len(computed), -1, -1)
+
+
+def tile_launches(case: Case, device: torch.device) -> Calls:
+    """A call per candidate of `tile_sizes`."""
+    return _tilings(case, device, route(case, device))
+
+
+def _tilings(case: Case, device: torch.device, tables: ops.LoraRoute) -> list[Callable[[], Tensor]]:
+    return [
+        partial(_folded, case, device, tables, tile_rows, shrink, expand)
         for tile_rows in (16, 32, 64)
         for shrink, expand in _candidates(case.numerics, tile_rows, tables)
     ]
-    expected = fold_rows(case, device, tables=tables)
-    return torch.stack(computed), expected.expand(len(computed), -1, -1)
 
 
 def _candidates(

@@ -15,7 +15,7 @@ _DIFFERS = "#cc3311"
 
 
 def plot(report: Report, path: str | Path) -> None:
-    """Draw elements compared (bars) and differences (in red) by check; needs matplotlib.
+    """Draw, by check, outputs compared and, in red, those of them that differ; needs matplotlib.
 
     Args:
         report: what to draw.
@@ -29,7 +29,8 @@ def plot(report: Report, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise BackendError(
-            "a picture is drawn by matplotlib, which is not installed\nhint: pip install matplotlib"
+            "a picture is drawn by matplotlib, which is not installed\n"
+            "hint: pip install 'lorafold[plot]'"
         ) from error
     lines = [line for line in report.lines if line.status != "skipped"]
     checks = list(dict.fromkeys(line.check for line in lines))
@@ -38,23 +39,21 @@ def plot(report: Report, path: str | Path) -> None:
     for numerics, shift in (("gemv", -0.2), ("mma", 0.2)):
         some = [line for line in lines if line.numerics == numerics]
         places = [checks.index(line.check) + shift for line in some]
-        axes.barh(
-            places,
-            [line.elements for line in some],
-            height=0.38,
-            color=[_COLOURS[numerics] if line.status == "same" else _DIFFERS for line in some],
-            label=numerics,
-        )
+        elements = [line.elements for line in some]
+        axes.barh(places, elements, height=0.38, color=_COLOURS[numerics], label=numerics)
+        differences = [line.differences for line in some]
+        axes.barh(places, differences, height=0.38, color=_DIFFERS)
         for place, line in zip(places, some, strict=True):
             axes.annotate(
-                _label(line), (max(line.elements, 1), place), xytext=(4, 0),
+                _label(line), (max(line.elements, 0.5), place), xytext=(4, 0),
                 textcoords="offset points", va="center", fontsize=7,
+                color="black" if line.status == "same" else _DIFFERS,
             )  # fmt: skip
     axes.set_xscale("log")
-    axes.set_xlim(left=1, right=20 * max([line.elements for line in lines] + [1]))
+    axes.set_xlim(left=0.5, right=20 * max([line.elements for line in lines] + [1]))
     axes.set_yticks(range(len(checks)), checks)
     axes.invert_yaxis()
-    axes.set_xlabel("outputs compared (red: some differ)")
+    axes.set_xlabel("outputs compared (red: those that differ)")
     axes.set_title(_title(report), fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     if len({line.numerics for line in lines}) > 1:

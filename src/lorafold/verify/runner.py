@@ -15,6 +15,7 @@ from lorafold.verify.apply import model_of
 from lorafold.verify.case import Case, read_case, smallest
 from lorafold.verify.check import Check, Extent, Outcome, compare
 from lorafold.verify.checks import CHECKS, check_of
+from lorafold.verify.rehearsal import rehearsal
 from lorafold.verify.report import Failure, Line, Report, machine_of
 from lorafold.verify.tensor_cores import fitting_model
 
@@ -62,11 +63,15 @@ def run(
     lines: list[Line] = []
     failures: list[Failure] = []
     started = time.monotonic()
-    with _on(device):
-        for done, (check, numerics) in enumerate(work):
+    reasons = [_skip_reason(check, extent, numerics) for check, numerics in work]
+    to_run = [each for each, reason in zip(work, reasons, strict=True) if not reason]
+    with _on(device), rehearsal(to_run, extent) as end_of_rehearsal:
+        for done, ((check, numerics), reason) in enumerate(zip(work, reasons, strict=True)):
             if progress is not None:
                 progress(done, len(work), f"{check.name} ({numerics})")
-            line, failure = _line(check, extent, numerics)
+            if check.is_exclusive and not reason:
+                end_of_rehearsal()
+            line, failure = _line(check, extent, numerics, reason)
             lines.append(line)
             failures += [failure] if failure is not None else []
     if progress is not None:
@@ -109,7 +114,7 @@ def replay(path: str | Path, *, device: torch.device | str | None = None) -> Rep
     device = _usable(device)
     started = time.monotonic()
     with _on(device):
-        reason = _skip_reason(check, device, case.numerics)
+        reason = _skip_reason(check, Extent(device), case.numerics)
         if reason:
             raise BackendError(f"`{path}` cannot be run on {device}: {reason}")
         outcome, note = _try(check, case, device)
@@ -151,8 +156,11 @@ def _chosen(only: Sequence[str] | None) -> tuple[Check, ...]:
     return tuple(check for check in CHECKS if check.name in only)
 
 
-def _skip_reason(check: Check, device: torch.device, numerics: Numerics) -> str:
-    """Why a check cannot run here, "" if it can."""
+def _skip_reason(check: Check, extent: Extent, numerics: Numerics) -> str:
+    """Why a check is not run, "" if it is."""
+    device = extent.device
+    if extent.quick and not check.in_quick:
+        return "left out by --quick"
     if check.needs_cuda and device.type != "cuda":
         return "needs a CUDA device"
     if check.needs_model and numerics == "mma" and model_of(device) is None:
@@ -166,11 +174,10 @@ def _skip_reason(check: Check, device: torch.device, numerics: Numerics) -> str:
     return ""
 
 
-def _line(check: Check, extent: Extent, numerics: Numerics) -> tuple[Line, Failure | None]:
-    """Run one check, whatever happens in it."""
-    reason = _skip_reason(check, extent.device, numerics)
-    if extent.quick and not check.in_quick:
-        reason = "left out by --quick"
+def _line(
+    check: Check, extent: Extent, numerics: Numerics, reason: str
+) -> tuple[Line, Failure | None]:
+    """Run one check, whatever happens in it, unless there is a reason to skip it."""
     if reason:
         return Line(check.name, check.promise, numerics, "skipped", note=reason), None
     started = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,14 @@ from lorafold.verify.apply import device_tensor, model_of
 from lorafold.verify.case import Case
 from lorafold.verify.check import Extent, Sides, compare
 
-__all__ = ["device_step", "fitting_model", "step_cases", "steps", "tensor_cores_follow"]
+__all__ = [
+    "device_step",
+    "fitting_model",
+    "step_cases",
+    "step_launches",
+    "steps",
+    "tensor_cores_follow",
+]
 
 _MODELS = (HOPPER, TensorCoreModel(step=8, bits=24), TensorCoreModel(step=16, bits=24))
 _AXES = {"x": ("tiles", "rows", "k"), "w": ("tiles", "cols", "k"), "c": ("tiles", "rows", "cols")}
@@ -144,8 +152,13 @@ def steps(case: Case, device: torch.device) -> Sides:
     """The device's tensor cores in tiles of 16 and of 64 rows, and the model of the contract."""
     model = model_of(device)
     assert model is not None  # the check needs it
-    computed = [device_step(case, device, block_rows) for block_rows in (16, 64)]
+    computed = [call() for call in step_launches(case, device)]
     return torch.stack(computed), _expected(case, model).expand(2, -1, -1, -1)
+
+
+def step_launches(case: Case, device: torch.device) -> list[Callable[[], Tensor]]:
+    """A call per height of a tile."""
+    return [partial(device_step, case, device, block_rows) for block_rows in (16, 64)]
 
 
 def _follows(device: torch.device, model: TensorCoreModel) -> bool:
