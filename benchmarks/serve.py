@@ -19,9 +19,10 @@ is the repeat of median speed.
 Some answers of each mix are compared with the same requests alone; if fewer than --min-equal are
 the same, the run stops. A base whose rows depend on the batch, as on a GPU, cannot give 1.
 
-`server_ms_per_step` is what the server spends per step outside the model's forward, idle moments
-included: by the server's own clocks, if `/metrics` has them, or, for the tiny model, by
-`benchmarks.forward_clock`.
+`server_ms_per_step` is what a step of the server takes beyond the model's forward: by the server's
+own clocks, if `/metrics` has them, all of its steps less all forwards in them, over their number;
+or else, for the tiny model, the median by `benchmarks.forward_clock`, idle moments included. What
+the host does while a GPU is at a forward is in neither.
 """
 
 from __future__ import annotations

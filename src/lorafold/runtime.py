@@ -20,7 +20,7 @@ from lorafold.errors import ModelError, RouteError
 from lorafold.expert_pool import ExpertPool
 from lorafold.layers.attach import find_targets, unwrap_targets, wrap_targets
 from lorafold.layers.moe import MoeTargets, find_moe, wrap_moe
-from lorafold.layers.routing import Routing
+from lorafold.layers.routing import Routing, Rows
 from lorafold.peft import load_adapter
 from lorafold.peft.layouts import ExpertLayout
 from lorafold.pool import Pool
@@ -258,14 +258,15 @@ class MultiLora:
             yield
 
     @contextmanager
-    def packed_rows(self, slots: Sequence[int], kept: Sequence[int]) -> Iterator[None]:
+    def packed_rows(self, slots: Sequence[int] | Rows, kept: Sequence[int]) -> Iterator[None]:
         """Route one forward whose sequences stand one after the other in one row of the batch.
 
         The caller keeps the slots (`Pool.acquire`) and the sequences apart: to the model's own
         attention they are one sequence.
 
         Args:
-            slots: one per token of `input_ids` [1, num_tokens]; -1 is base.
+            slots: one per token of `input_ids` [1, num_tokens]; -1 is base. Or rows of the
+                caller's, as `Routing.begin_packed` takes them.
             kept: the tokens that the output head sees, given to it as `logits_to_keep`.
 
         Raises:

@@ -19,9 +19,6 @@ from lorafold.engine.graphs import DecodeGraphs
 from lorafold.engine.kv import KvCache
 from lorafold.engine.packed import PackedForward
 from lorafold.engine.step import Piece
-from lorafold.errors import RouteError
-from lorafold.layers.routing import Routing, Rows
-from lorafold.ops import make_plan
 from lorafold.runtime import MultiLora, attach
 from tests.engine.test_attention import literal_flash
 from tests.tiny_models import bits, make_model, random_ids, write_adapter
@@ -190,22 +187,3 @@ def test_only_steps_of_single_tokens_are_taken(lora: MultiLora) -> None:
     assert not ground.graphs.takes([])
     assert not ground.graphs.takes([one, Piece([1, 2], 0, stretch, -1, wants_logits=True)])
     assert not ground.graphs.takes([one, Piece([1], 0, stretch, -1, wants_logits=False)])
-
-
-def test_rows_of_the_callers_are_routed_as_they_are() -> None:
-    routing = Routing(CPU, max_loras=2, has_head=True)
-    slots = torch.tensor([1, -1, 0], dtype=torch.int32)
-    rows = Rows(slots, make_plan(slots, 2))
-    with pytest.raises(RouteError, match=r"all 3 tokens must be kept; given: \[0, 1\]"):
-        routing.begin_packed(rows, [0, 1])
-    assert not routing.is_active
-    routing.begin_packed(rows, range(3))
-    routing.step(1, 3, 3)
-    assert routing.rows is routing.head_rows is rows
-    with pytest.raises(RouteError, match="a routing is active already"):
-        routing.begin_packed(rows, range(3))
-    with pytest.raises(RouteError, match=r"packed forward of \(1, 3, 3\), the forward has"):
-        routing.step(1, 2, 2)
-    routing.end()
-    assert routing.rows is None
-    assert slots.tolist() == [1, -1, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,21 @@ def test_answers_with_graphs_are_those_without(make_engine: Make) -> None:
     assert with_graphs == answers(make_engine("padded"), MIXED)
     assert with_graphs == answers(make_engine("usual"), MIXED)
     assert answers(graphs, MIXED) == with_graphs
+
+
+@pytest.mark.gpu
+def test_replays_are_timed(make_engine: Make) -> None:
+    engine = make_engine("graphs")
+    answers(engine, MIXED)
+    wait_until(lambda: not engine._loop._is_busy())
+    before = engine.stats()
+    start = time.perf_counter()
+    engine.answer([request(5, "a0", max_tokens=30)])
+    expected = before.num_steps + 30
+    wait_until(lambda: engine.stats().num_steps == expected)
+    wall_s, after = time.perf_counter() - start, engine.stats()
+    forward_s = after.forward_seconds - before.forward_seconds
+    assert 0 < forward_s < after.step_seconds - before.step_seconds < wall_s
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lorafold.errors import RouteError
-from lorafold.layers.routing import Routing
+from lorafold.layers.routing import Routing, Rows
+from lorafold.ops import make_plan
 from lorafold.runtime import MultiLora, attach
 from tests.tiny_models import bits, make_model, random_ids, write_adapter
 
@@ -72,6 +73,25 @@ def test_slots_and_kept_tokens_must_exist(slots: list[int], kept: list[int]) -> 
     with pytest.raises(RouteError, match="given:"):
         routing.begin_packed(slots, kept)
     assert not routing.is_active
+
+
+def test_rows_of_the_callers_are_routed_as_they_are() -> None:
+    routing = Routing(CPU, max_loras=2, has_head=True)
+    slots = torch.tensor([1, -1, 0], dtype=torch.int32)
+    rows = Rows(slots, make_plan(slots, 2))
+    with pytest.raises(RouteError, match=r"all 3 tokens must be kept; given: \[0, 1\]"):
+        routing.begin_packed(rows, [0, 1])
+    assert not routing.is_active
+    routing.begin_packed(rows, range(3))
+    routing.step(1, 3, 3)
+    assert routing.rows is routing.head_rows is rows
+    with pytest.raises(RouteError, match="a routing is active already"):
+        routing.begin_packed(rows, range(3))
+    with pytest.raises(RouteError, match=r"packed forward of \(1, 3, 3\), the forward has"):
+        routing.step(1, 2, 2)
+    routing.end()
+    assert routing.rows is None
+    assert slots.tolist() == [1, -1, 0]
 
 
 def test_a_packed_token_gets_what_a_row_of_its_own_gets(lora: MultiLora) -> None:

@@ -65,6 +65,7 @@ class Answering:
         self.at_end: Callable[[Answering], None] = lambda _: None
         self._deliver = deliver
         self._text = TextStream(tokenizer, request.sampling.stop)
+        self._unsaid: Choice | None = None
         self._end_tokens = () if request.sampling.ignore_eos else end_tokens
 
     @property
@@ -77,10 +78,35 @@ class Answering:
         """How the next token is chosen."""
         return Draw(self.request.sampling, len(self.tokens))
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the latest token may be the last one; a stop string is only found in its text."""
+        sampling = self.request.sampling
+        return (
+            bool(sampling.stop)
+            or len(self.tokens) == sampling.max_tokens
+            or self.tokens[-1] in self._end_tokens
+        )
+
     def accept(self, choice: Choice) -> None:
         """Take the next token of the answer, and deliver what it adds."""
+        self.take(choice)
+        self.say()
+
+    def take(self, choice: Choice) -> None:
+        """Take the next token of the answer, all but `say`, which must come before the next one."""
+        self.tokens.append(choice.token)
+        self._unsaid = choice
+
+    def say(self) -> None:
+        """Deliver what the latest token adds, and end with it if it is the last one.
+
+        Does nothing when that was done.
+        """
+        choice, self._unsaid = self._unsaid, None
+        if choice is None:
+            return
         token = choice.token
-        self.tokens.append(token)
         is_end = token in self._end_tokens
         text = "" if is_end else self._text.push(token)
         if is_end or self._text.is_stopped:
@@ -92,14 +118,16 @@ class Answering:
             if self._text.is_stopped:
                 self.finish_reason = "stop"
         logprobs = () if choice.logprob is None else (choice.logprob,)
-        self._say(Delta(text, (token,), logprobs, self.finish_reason))
+        self._send(Delta(text, (token,), logprobs, self.finish_reason))
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End the answer before its time."""
-        self.finish_reason = reason
-        self._say(Delta(self._text.flush(), finish_reason=reason, error=error))
+        """End the answer before its time, if its latest token has not ended it."""
+        self.say()
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self._send(Delta(self._text.flush(), finish_reason=reason, error=error))
 
-    def _say(self, delta: Delta) -> None:
+    def _send(self, delta: Delta) -> None:
         if delta.finish_reason is not None:
             self.at_end(self)
         try:

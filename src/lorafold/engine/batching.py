@@ -44,6 +44,9 @@ class Batches(Protocol):
     def advance(self, running: Iterable[Answering]) -> None:
         """Bring the running requests on by one step, or to their ends."""
 
+    def timed(self) -> tuple[int, float]:
+        """How many forwards have been done since the last call, and their seconds."""
+
 
 def longest(lora: MultiLora) -> int:
     """Tokens of the longest sequence that the model was made for."""

@@ -115,5 +115,4 @@ class Bucket:
         if not with_adapters:
             return nullcontext()
         make_plan(self._rows.seq_slot, self._rows.plan.num_keys, plan=self._rows.plan)
-        rows: Any = self._rows
-        return self._lora.packed_rows(rows, range(self.size))
+        return self._lora.packed_rows(self._rows, range(self.size))

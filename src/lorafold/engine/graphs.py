@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lorafold.engine.attention import PackedAttention
 from lorafold.engine.bucket import Bucket, bucket_sizes
+from lorafold.engine.clock import ForwardClock
 from lorafold.engine.step import Piece
 from lorafold.runtime import MultiLora
 
@@ -33,6 +34,9 @@ class DecodeGraphs:
         lora: the model.
         attention: of packed forwards; its cache has `largest` spare places.
         largest: sequences of a step, at most.
+
+    Attributes:
+        clock: of the forwards.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,6 +63,7 @@ class DecodeGraphs:
         self._sizes = bucket_sizes(largest)
         self._buckets = [Bucket(lora, attention, size) for size in self._sizes]
         self._device = lora.pool.device
+        self.clock = ForwardClock(self._device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits: Tensor | None = None
 
@@ -78,11 +83,15 @@ class DecodeGraphs:
         padded = bucket.fill(pieces)
         with_adapters = any(piece.slot >= 0 for piece in pieces)
         graph = self._graphs.get((bucket.size, with_adapters))
+        self.clock.begin()
         if graph is None:
-            return bucket.run(padded, with_adapters=with_adapters)[: len(pieces)]
-        assert self._logits is not None
-        graph.replay()
-        return self._logits[: len(pieces)]
+            logits = bucket.run(padded, with_adapters=with_adapters)
+        else:
+            assert self._logits is not None
+            graph.replay()
+            logits = self._logits
+        self.clock.end()
+        return logits[: len(pieces)]
 
     def capture(self) -> None:
         """Capture all graphs, so that no step has to wait for one later.

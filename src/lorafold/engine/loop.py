@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from lorafold.engine.admission import FairQueue
 from lorafold.engine.answering import Answering
@@ -119,6 +120,7 @@ class Loop:
 
     def _step(self) -> bool:
         """Let in, advance, end what was cancelled. False when nothing is left to do."""
+        begin = time.perf_counter()
         with self._changed:
             inbox, self._inbox = self._inbox, []
             is_woken, self._is_woken = self._is_woken, False
@@ -135,6 +137,7 @@ class Loop:
         if self._running and (self._batches.is_continuous or not self._slots.is_placing):
             self._batches.advance(tuple(self._running))
             self._end_cancelled()
+            self._tally.count_step(time.perf_counter() - begin, *self._batches.timed())
         elif self._is_busy():
             self._pause()
         return self._is_busy()

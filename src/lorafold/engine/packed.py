@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lorafold.engine.answering import Answering
 from lorafold.engine.attention import PackedAttention
+from lorafold.engine.clock import ForwardClock
 from lorafold.engine.graphs import DecodeGraphs
 from lorafold.engine.kv import KvCache, Stretch
 from lorafold.engine.sampler import choose_tokens
@@ -49,6 +50,7 @@ class PackedForward:
 
     Attributes:
         attention: what the model calls.
+        clock: of the model's part of the forwards.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,6 +78,7 @@ class PackedForward:
         self._lora = lora
         self._device = lora.pool.device
         self.attention = PackedAttention(lora.model, cache, use_flash=use_flash)
+        self.clock = ForwardClock(self._device)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -102,12 +105,14 @@ class PackedForward:
         inputs = send([*ids, *positions, *(kept or [0])], torch.int64, self._device)
         with self._lora.packed_rows(slots, kept or [0]), self.attention.stepping(step):
             model: Any = self._lora.model
+            self.clock.begin()
             logits: Tensor = model(
                 input_ids=inputs[: len(ids)].unsqueeze(0),
                 position_ids=inputs[len(ids) : 2 * len(ids)].unsqueeze(0),
                 logits_to_keep=inputs[2 * len(ids) :],
                 use_cache=False,
             ).logits[0, : len(kept)]
+            self.clock.end()
         back = sorted(range(len(kept)), key=of_piece.__getitem__)
         return logits if back == list(range(len(kept))) else logits[back]
 
@@ -180,15 +185,29 @@ class PackedBatches:
         # In the order that the forward wants, so that it has nothing to sort.
         chosen = sorted(self._choose(running), key=lambda each: each[1].stretch.start)
         pieces = [piece for _, piece in chosen]
-        decode = self._decode
-        logits = decode(pieces) if decode and decode.takes(pieces) else self._forward(pieces)
+        if self._decode is not None and self._decode.takes(pieces):
+            logits = self._decode(pieces)
+            _say(chosen)  # while the device runs
+        else:
+            _say(chosen)  # the host is about to be busy with launches for long
+            logits = self._forward(pieces)
         ready = [answering for answering, piece in chosen if piece.wants_logits]
         for answering, piece in chosen:
             answering.num_cached = piece.end
         if ready:
             choices = choose_tokens(logits, [answering.draw for answering in ready])
             for answering, choice in zip(ready, choices, strict=True):
-                answering.accept(choice)
+                answering.take(choice)
+                # With graphs, the rest is said once the next step has been launched; but what may
+                # end must not have a row in it.
+                if self._decode is None or answering.may_end:
+                    answering.say()
+
+    def timed(self) -> tuple[int, float]:
+        """How many forwards have been done since the last call, and their seconds."""
+        clocks = [self._forward.clock] + ([self._decode.clock] if self._decode else [])
+        numbers, seconds = zip(*(clock.read() for clock in clocks), strict=True)
+        return sum(numbers), sum(seconds)
 
     def _allocate(self) -> None:
         """Run one token, so that every layer takes its memory now, not with the first request."""
@@ -206,6 +225,7 @@ class PackedBatches:
             message = f"no memory for a KV cache of {self.cache.num_tokens} tokens: {error}"
             raise BackendError(f"{message}\nhint: lower cache_tokens or max_running") from error
         self.cache.release(stretch)
+        self._forward.clock.clear()
 
     def _captured(self, graphs: DecodeGraphs) -> DecodeGraphs | None:
         """The graphs, captured; None, with a warning, if the model does not allow it."""
@@ -245,6 +265,12 @@ class PackedBatches:
             answering.slot,
             wants_logits=start + len(tokens) == known,
         )
+
+
+def _say(chosen: Iterable[tuple[Answering, Piece]]) -> None:
+    """Deliver what the step before added and left unsaid."""
+    for answering, _ in chosen:
+        answering.say()
 
 
 def why_not_packed(lora: MultiLora, *, use_flash: bool = True) -> str | None:

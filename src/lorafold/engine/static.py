@@ -6,14 +6,15 @@ packed batches: each row has its adapter, its sampling, its stop strings, and st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lorafold.engine.answering import Answering
+from lorafold.engine.clock import ForwardClock
 from lorafold.engine.sampler import choose_tokens
 from lorafold.runtime import MultiLora
 
@@ -34,6 +35,7 @@ class StaticBatches:
         self.max_length = max_length
         self.is_continuous = False
         self._lora = lora
+        self._clock = ForwardClock(lora.pool.device)
 
     def session(self) -> AbstractContextManager[None]:
         """A `with` block in which `advance` may be called."""
@@ -57,14 +59,32 @@ class StaticBatches:
             ids[row, width - len(each.request.prompt) :] = torch.tensor(each.request.prompt)
             mask[row, width - len(each.request.prompt) :] = 1
         rows = _Rows(batch)
-        self._lora.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            adapters=[None if each.loaded is None else each.loaded.key for each in batch],
-            generation_config=_settings(model, batch),
-            logits_processor=[rows.process],
-            stopping_criteria=[rows.are_done],
+        with self._timing(model):
+            self._lora.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                adapters=[None if each.loaded is None else each.loaded.key for each in batch],
+                generation_config=_settings(model, batch),
+                logits_processor=[rows.process],
+                stopping_criteria=[rows.are_done],
+            )
+
+    def timed(self) -> tuple[int, float]:
+        """How many forwards have been done since the last call, and their seconds."""
+        return self._clock.read()
+
+    @contextmanager
+    def _timing(self, model: Any) -> Iterator[None]:
+        """Time the forwards of the model inside the `with` block."""
+        hooks = (
+            model.register_forward_pre_hook(lambda *_: self._clock.begin()),
+            model.register_forward_hook(lambda *_: self._clock.end()),
         )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _settings(model: Any, batch: Sequence[Answering]) -> Any:

@@ -30,6 +30,11 @@ class EngineStats:
         num_places: how often an adapter was placed into a slot.
         num_evictions: how often one had to give way.
         place_seconds: time spent placing.
+        num_steps: forwards of requests. Those of a static batch are counted when it ends, and so
+            are their times.
+        step_seconds: time of the engine's thread from letting in requests to delivering tokens,
+            forwards included, while there was something to run.
+        forward_seconds: time of the forwards alone: on CUDA the device's, else the host's.
 
     Example:
         >>> EngineStats().num_places
@@ -48,6 +53,9 @@ class EngineStats:
     num_places: int = 0
     num_evictions: int = 0
     place_seconds: float = 0.0
+    num_steps: int = 0
+    step_seconds: float = 0.0
+    forward_seconds: float = 0.0
 
     def copy(self) -> EngineStats:
         """The same numbers, which do not change any more."""
@@ -83,6 +91,13 @@ class Tally:
         """Count tokens of an answer: what happens most often, so without a `with` block."""
         with self._lock:
             self._stats.answer_tokens[name] += number
+
+    def count_step(self, seconds: float, num_forwards: int, forward_seconds: float) -> None:
+        """Count a step of the engine's thread, and the forwards that have been done meanwhile."""
+        with self._lock:
+            self._stats.num_steps += num_forwards
+            self._stats.step_seconds += seconds
+            self._stats.forward_seconds += forward_seconds
 
     def read(self) -> EngineStats:
         """A copy."""

@@ -64,6 +64,9 @@ class Metrics(Collector):
             "placements": ("Adapters placed into a slot.", stats.num_places),
             "placement_seconds": ("Time spent placing them.", stats.place_seconds),
             "evictions": ("Adapters that had to give way.", stats.num_evictions),
+            "steps": ("Forwards of requests.", stats.num_steps),
+            "step_seconds": ("Time of the engine's steps.", stats.step_seconds),
+            "forward_seconds": ("Time of the forwards in them.", stats.forward_seconds),
         }
         for name, (text, number) in counters.items():
             yield CounterMetricFamily(f"lorafold_{name}", text, value=number)
