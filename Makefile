@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One process per core, one thread per process.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: help setup demo test test-vllm test-gpu check fmt bench size clean
+.PHONY: help setup demo test test-vllm test-gpu check docs fmt bench size clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,11 +43,14 @@ test-vllm: .venv-vllm/.ready  ## the vLLM plugin inside vLLM's CPU build: mixed 
 test-gpu:  ## the tests that need a CUDA device, in the Python environment at hand
 	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu
 
-check: $(READY)  ## what CI runs: format, lint, types, tests
+check: $(READY)  ## what CI runs: format, lint, types, tests (which build the docs)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(MAKE) test
+
+docs: $(READY)  ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 fmt: $(READY)  ## format and safe fixes
 	$(BIN)/ruff format
@@ -60,4 +63,4 @@ size:  ## lines per file against the budget of 400
 	@find src -name '*.py' | xargs wc -l | sort -n | awk '$$1 > 400 && $$2 != "total" {print "over:", $$0; bad=1} END {exit bad}'
 
 clean:  ## remove the environment and what tools left
-	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis build site

@@ -1,4 +1,4 @@
-"""What the outside relies on: names, docstrings, import weight and order, README's code, sizes."""
+"""What the outside relies on: names, docstrings, import weight and order, examples, sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ import torch
 
 import lorafold
 from lorafold import errors
-from tests.tiny_chat import write_chat_model
-from tests.tiny_models import make_model, write_adapter
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lorafold"
@@ -44,7 +42,7 @@ ORDER = [
     {"store"},
     {"layers"},
     {"runtime"},
-    {"engine", "verify"},
+    {"engine", "verify", "bench"},
     {"integrations", "server"},
     {"demo"},
     {"cli"},
@@ -63,12 +61,12 @@ HEAVY = {
     "pydantic": {"server"},
     "prometheus_client": {"server", "cli"},
     "uvicorn": {"server", "cli"},
-    "matplotlib": {"verify"},
+    "matplotlib": {"verify", "bench"},
     "vllm": {"integrations"},
 }
 # What may be missing where the tests run; modules that need it are not imported then.
 SCARCE = {"triton", "fastapi", "starlette", "pydantic", "prometheus_client", "uvicorn", "vllm"}
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 
 
 def modules() -> list[str]:
@@ -140,6 +138,27 @@ def test_the_architecture_page_has_the_same_order():
         assert max(LEVEL[name] for name in above) < min(LEVEL[name] for name in below)
 
 
+def files_of_the_tree() -> set[str]:
+    """What the tree of the architecture page names: paths, those of Python files without `.py`."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tree = page.partition("    src/lorafold/\n")[2].partition("\n\n")[0]
+    found: set[str] = set()
+    folders: list[str] = []
+    for indent, names in re.findall(r"^ {6}( *)([^\s,]+(?:, [^\s,]+)*)", tree, re.M):
+        del folders[len(indent) // 2 :]
+        if names.endswith("/"):
+            folders.append(names)
+        else:
+            found |= {"".join(folders) + name for name in names.split(", ")}
+    return found
+
+
+def test_the_architecture_page_has_every_file():
+    files = [p.relative_to(SOURCE) for p in SOURCE.rglob("*.*") if "__pycache__" not in p.parts]
+    names = [p.with_suffix("") if p.suffix == ".py" else p for p in files]
+    assert files_of_the_tree() == {p.as_posix() for p in names if p.name != "__init__"}
+
+
 def test_import_is_light():
     code = f"import lorafold, sys; print([m for m in {list(HEAVY)} if m in sys.modules])"
     result = subprocess.run(
@@ -190,19 +209,6 @@ def test_version_is_the_changelogs():
     assert top
     assert pyproject
     assert top[1] == pyproject[1] == lorafold.__version__
-
-
-def test_readme_code_runs(tmp_path, monkeypatch):
-    model, root = make_model(), tmp_path / "path" / "to"
-    write_chat_model(model, root / "model")
-    write_adapter(model, root / "sql-adapter", ["q_proj", "v_proj"], rank=8)
-    write_adapter(model, root / "poet-adapter", ["gate_proj", "down_proj"], rank=16)
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-    assert len(blocks) == text.count("```python") >= 2
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
 
 
 @pytest.mark.parametrize("name", modules())

@@ -14,7 +14,8 @@ experts included, float32 scale, true rank. `LORAFOLD_VLLM=0` turns the plugin o
     ranks       loading on all ranks of a replica, or on none
     hooks       the changes to vLLM's classes; the only module that imports vLLM
 
-What holds across GPUs and hosts, and what vLLM itself cannot do, is in docs/scale.md.
+What was run, and what does not work, is in docs/vllm.md; what holds across GPUs and hosts in
+docs/scale.md.
 """
 
 from __future__ import annotations
