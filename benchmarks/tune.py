@@ -3,9 +3,9 @@
     python -m benchmarks.tune [--out tune.json] [--sites o,down] [--ranks 16,64] [--loads 64x8]
     python -m benchmarks.tune --table tune.json ...
 
-Each candidate is timed alone, in a graph of launches on cold operands, for every height of the
-plan's tiles; its bits are compared with those of the other candidates on the same operands, the
-first of which the bit tests hold. The second form writes the best of such files to
+Each candidate is timed alone, in a graph of launches on cold operands, then the fastest of both in
+pairs, as a call runs them. Their bits are compared with those of the other candidates on the same
+operands, the first of which the bit tests hold. The second form writes the best of such files to
 `src/lorafold/data/tiles.json`, where `lorafold.ops.tiles` looks sizes up; the bit tests run every
 entry.
 """
@@ -16,9 +16,10 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from lorafold.ops.tiles import ExpandTile, ShrinkTile
 __all__ = ["expand_candidates", "main", "shrink_candidates"]
 
 SHARED_MEMORY = 220 * 1024
+_PAIRED = 4
+"""Of the shrinks and of the expands, how many are timed in pairs."""
+
 LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8), (1024, 8), (2048, 8), (8192, 1))
 """(rows, adapters) of the calls that are tuned for."""
 
@@ -92,14 +96,8 @@ def loads_of(site: str) -> tuple[tuple[int, int], ...]:
     return LOADS if site in SITES else EXPERT_LOADS
 
 
-def heights(num_rows: int, num_adapters: int) -> list[int]:
-    """Heights of a plan's tiles that are worth trying."""
-    average = num_rows / min(num_rows, num_adapters)
-    return [16] if average <= 16 else [16, 32, 64] if average <= 512 else [64]
-
-
 def set_height(load: Workload, tile_rows: int) -> None:
-    """Give a load a plan with tiles of another height."""
+    """Give a load a plan with tiles of this height."""
     num_tiles = tiles.max_tiles(load.num_rows, load.num_adapters, tile_rows)
 
     def unused(size: int) -> Tensor:
@@ -190,26 +188,43 @@ def check_bits(load: Workload, found: list[ShrinkTile] | list[ExpandTile]) -> No
         first = result
 
 
-def measure(site: str, rank: int, rows: int, adapters: int) -> Iterator[dict[str, Any]]:
-    """One row per height of the plan's tiles: all candidates, fastest first."""
+def run_pair(load: Workload, shrink: ShrinkTile, expand: ExpandTile, index: int) -> None:
+    run_shrink(load, shrink, index)
+    run_expand(load, expand, index)
+
+
+def _timed(
+    candidates: Sequence[tuple[Any, ...]], run: Callable[..., None], indices: range
+) -> list[list[Any]]:
+    """[microseconds, *candidate] of each, fastest first."""
+    timed = [
+        [round(graph_us([partial(run, *each, i) for i in indices], 3), 2), *each]
+        for each in candidates
+    ]
+    return sorted(timed, key=lambda row: row[0])
+
+
+def measure(site: str, rank: int, rows: int, adapters: int) -> dict[str, Any]:
+    """One row: all candidates, fastest first."""
     load = Workload(EVERY[site], rank, rows, adapters, repetitions=160)
-    indices = range(len(load.calls))
-    for height in heights(rows, adapters):
-        set_height(load, height)
-        shrinks = shrink_candidates(height, rank, len(EVERY[site].n_outs))
-        expands = expand_candidates(height, rank)
-        row: dict[str, Any] = {
-            "site": site, "slices": len(EVERY[site].n_outs), "rank": rank, "rows": rows,
-            "adapters": adapters, "tile_rows": height, "num_tiles": load.plan.tile_key.shape[0],
-            "k_in": EVERY[site].k_in, "columns": sum(EVERY[site].n_outs),
-            "floor_us": round(load.floor_us, 2),
-        }  # fmt: skip
-        for name, found, run in (("shrink", shrinks, run_shrink), ("expand", expands, run_expand)):
-            check_bits(load, found)
-            timed = [(graph_us([partial(run, load, t, i) for i in indices], 3), t) for t in found]
-            timed.sort(key=lambda pair: pair[0])
-            row[name] = [[round(us, 2), *dataclasses.astuple(t)] for us, t in timed]
-        yield row
+    height, indices = load.plan.block_rows, range(len(load.calls))
+    shrinks = shrink_candidates(height, rank, len(EVERY[site].n_outs))
+    expands = expand_candidates(height, rank)
+    row: dict[str, Any] = {
+        "site": site, "slices": len(EVERY[site].n_outs), "rank": rank, "rows": rows,
+        "adapters": adapters, "tile_rows": height, "num_tiles": load.plan.tile_key.shape[0],
+        "k_in": EVERY[site].k_in, "columns": sum(EVERY[site].n_outs),
+        "floor_us": round(load.floor_us, 2),
+    }  # fmt: skip
+    best: list[list[Any]] = []
+    for name, found, run in (("shrink", shrinks, run_shrink), ("expand", expands, run_expand)):
+        check_bits(load, found)
+        timed = _timed([(t,) for t in found], partial(run, load), indices)
+        best.append([tile for _, tile in timed[:_PAIRED]])
+        row[name] = [[us, *dataclasses.astuple(tile)] for us, tile in timed]
+    pairs = _timed(list(product(*best)), partial(run_pair, load), indices)
+    row["pair"] = [[us, *map(dataclasses.astuple, pair)] for us, *pair in pairs]
+    return row
 
 
 def write_table(records: list[dict[str, Any]]) -> None:
@@ -219,10 +234,10 @@ def write_table(records: list[dict[str, Any]]) -> None:
     for row in (row for record in records for row in record["rows"]):
         height, num_tiles, ranks = row["tile_rows"], row["num_tiles"], row["rank"] * row["slices"]
         segments = tiles.cdiv(row["k_in"], SEGMENT)
-        shrink, expand = row["shrink"][0], row["expand"][0]
-        table["shrink"].append([[height, num_tiles, ranks, row["slices"], segments], shrink[3:]])
+        _, shrink, expand = row["pair"][0]
+        table["shrink"].append([[height, num_tiles, ranks, row["slices"], segments], shrink[2:]])
         shape = [height, num_tiles, row["rank"], row["columns"], segments]
-        table["expand"].append([shape, [*expand[3:5], *expand[6:]]])
+        table["expand"].append([shape, [*expand[2:4], *expand[5:]]])
     lines = json.dumps(table).replace("[[[", "[\n[[").replace("]], [[", "]],\n[[")
     TABLE.write_text(lines + "\n")
 
@@ -230,7 +245,7 @@ def write_table(records: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
-    parser.add_argument("--sites", default=",".join(SITES))
+    parser.add_argument("--sites", default=",".join(EVERY))
     parser.add_argument("--ranks", default="16,64")
     parser.add_argument("--loads", help="rowsxadapters, ...")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="write the table")
@@ -246,7 +261,7 @@ def main() -> None:
     work = [
         (site, rank, height, share, 2)
         for site, rank in keys
-        for height in sorted({h for load in loads or loads_of(site) for h in heights(*load)})
+        for height in sorted({tiles.plan_rows(*load) for load in loads or loads_of(site)})
         for share in (0, 1)
     ]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
@@ -257,18 +272,12 @@ def main() -> None:
         if time.monotonic() - started > args.seconds:
             print("out of time")
             break
-        for row in measure(site, rank, *load):
-            rows.append(row)
-            best = "; ".join(
-                f"{name} "
-                + " ".join(f"{us}:{','.join(map(str, t[2:]))}" for us, *t in row[name][:3])
-                for name in ("shrink", "expand")
-            )
-            print(
-                f"{site} R{rank} T{load[0]} L{load[1]} tile {row['tile_rows']} "
-                f"floor {row['floor_us']}: {best}",
-                flush=True,
-            )
+        rows.append(measure(site, rank, *load))
+        us, shrink, expand = rows[-1]["pair"][0]
+        print(
+            f"{site} R{rank} {load[0]} rows {load[1]} adapters: {us} {shrink[2:]} {expand[2:]}",
+            flush=True,
+        )
         args.out.write_text(json.dumps(describe("tune", rows)) + "\n")
     print(f"{time.monotonic() - started:.0f} s")
 

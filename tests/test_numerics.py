@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from lorafold.errors import BackendError
-from lorafold.numerics import HOPPER, TensorCoreModel, default_numerics, device_model, resolve
+from lorafold.numerics import (
+    HOPPER,
+    TensorCoreModel,
+    _is_measured,
+    default_numerics,
+    device_model,
+    resolve,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -15,6 +24,14 @@ def test_the_cpu_sums_in_plain_fp32():
     assert default_numerics(CPU) == "gemv"
     assert resolve(None, CPU) == "gemv"
     assert device_model(CPU) is None
+
+
+@pytest.fixture(autouse=True)
+def forget_devices() -> Iterator[None]:
+    """What a device can do is asked once; these tests change it."""
+    _is_measured.cache_clear()
+    yield
+    _is_measured.cache_clear()
 
 
 @pytest.mark.parametrize(

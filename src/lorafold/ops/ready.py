@@ -47,7 +47,8 @@ class Ready:
     ) -> None:
         self._routes, self._numerics = routes, numerics
         self._device = int(x.device.index)
-        self._layouts = [_layout(t) for t in (x, seq_slot, *outs)]
+        self._seq_slot, self._slots_layout = seq_slot, _layout(seq_slot)
+        self._layouts = [_layout(t) for t in (x, *outs)]
         self._tables = [
             tuple([getattr(route, name).data_ptr() for route in routes])
             for name in ("a_table", "b_table", "scale_table", "rank_table")
@@ -75,7 +76,8 @@ class Ready:
         """
         if (
             numerics != self._numerics
-            or [_layout(t) for t in (x, seq_slot, *outs)] != self._layouts
+            or not (seq_slot is self._seq_slot or _layout(seq_slot) == self._slots_layout)
+            or [_layout(t) for t in (x, *outs)] != self._layouts
             or torch.cuda.current_device() != self._device
             or is_watched()
         ):
