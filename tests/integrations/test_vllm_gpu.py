@@ -96,7 +96,9 @@ def test_base_graph_is_empty():
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     target.add_lora_linear(y, x, (), (), 1.0, (64,))
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    cuda = torch.profiler.ProfilerActivity.CUDA
+    # acc_events: without it torch 2.11 warns that the events of an earlier cycle are lost.
+    with torch.profiler.profile(activities=[cuda], acc_events=True) as profile:
         target.add_lora_linear(y, x, (), (), 1.0, (64,))
         torch.cuda.synchronize()
     assert not [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
