@@ -11,6 +11,8 @@ from lorafold.engine.answering import Answering
 from lorafold.engine.packed import PackedBatches, why_not_packed
 from lorafold.engine.static import StaticBatches
 from lorafold.errors import ModelError
+from lorafold.layers.call_shapes import call_shapes
+from lorafold.ops.warm_up import warm_up
 from lorafold.runtime import MultiLora
 
 __all__ = ["Batches", "Batching", "build_batches", "longest"]
@@ -65,7 +67,7 @@ def build_batches(
     chunk: int,
     graphs: bool,
 ) -> Batches:
-    """The best way to batch the requests of a model.
+    """The best way to batch the requests of a model, whose kernels are compiled here.
 
     Args:
         lora: the model.
@@ -80,6 +82,7 @@ def build_batches(
         ModelError: if "packed" was asked for and the model does not allow it.
         BackendError: if the KV cache is too small for a request, or too large for the device.
     """
+    warm_up(call_shapes(lora.model), max_running + chunk, device=lora.pool.device)
     if batching == "static":
         return StaticBatches(lora, max_length=max_length)
     use_flash = True

@@ -20,10 +20,12 @@ from lorafold.ops.experts import (
 )
 from lorafold.ops.plan import Plan, make_plan
 from lorafold.ops.scratch import scratch_bytes
+from lorafold.ops.warm_up import CallShape, warm_up
 from lorafold.route import LoraAttnWeights, LoraFfnWeights, LoraPair, LoraRoute
 
 __all__ = [
     "MLG_M_TILE",
+    "CallShape",
     "ExpertTables",
     "LoraAttnWeights",
     "LoraFfnWeights",
@@ -45,4 +47,5 @@ __all__ = [
     "plan_gather",
     "plan_grouped",
     "scratch_bytes",
+    "warm_up",
 ]

@@ -20,9 +20,9 @@ from lorafold.ops.plan import Plan
 from lorafold.ops.routed import is_traced
 from lorafold.route import LoraRoute
 
-__all__ = ["apply_lora_beside"]
+__all__ = ["MOST_ROWS", "apply_lora_beside"]
 
-_MOST_ROWS = 256
+MOST_ROWS = 256
 """Deltas of more rows take longer to write and read again than the second stream saves."""
 
 
@@ -68,7 +68,7 @@ def apply_lora_beside(
     Source: the overlap of LoRA and base layers in S-LoRA (arXiv 2311.03285), with fixed bits.
     """
     num_rows = seq_slot.shape[0]
-    if num_rows > _MOST_ROWS or NO_APPLY or not _is_captured(x):
+    if num_rows > MOST_ROWS or NO_APPLY or not _is_captured(x):
         outs = base()
         apply_lora_bgmv(routes, x, outs, seq_slot, plan=plan, numerics=numerics)
         return outs

@@ -124,6 +124,10 @@ class Launch:
             return
         bound(_addresses(tensors))
 
+    def compile(self, *tensors: Any) -> None:
+        """Compile the kernel for these tensors, and start nothing."""
+        self._kernel.warmup(*tensors, *self._sizes, grid=self._grid, **self._options)
+
     def bound(self, device: int) -> Bound | None:
         """The started kernel, to be called with addresses: a tuple of integers, tuples of them, and
         None. None before the kernel was started on that device.

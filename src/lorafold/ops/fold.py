@@ -17,7 +17,7 @@ from lorafold.ops import tiles
 from lorafold.ops.compiled import Launch, is_aligned
 from lorafold.ops.rows import fold, select, slice_of
 
-__all__ = ["fold_kernel", "fold_triton"]
+__all__ = ["fold_kernel", "fold_launch", "fold_triton"]
 
 
 @triton.jit(
@@ -64,7 +64,7 @@ def fold_triton(
     keys: Tensor,
 ) -> None:
     """Fold deltas [num_rows, n_out] into outs of the same shapes, row i under keys[i]."""
-    launch = _fold_launch(
+    launch = fold_launch(
         outs[0].shape[0],
         b_tables[0].shape[0],
         tuple([out.shape[1] for out in outs]),
@@ -76,7 +76,7 @@ def fold_triton(
 
 
 @functools.lru_cache(4096)
-def _fold_launch(
+def fold_launch(
     num_rows: int,
     num_keys: int,
     n_outs: tuple[int, ...],
@@ -84,6 +84,7 @@ def _fold_launch(
     out_strides: tuple[int, ...],
     are_aligned: tuple[bool, ...],
 ) -> Launch:
+    """The launch of a fold: deltas, outs, B tables, scale tables, keys."""
     block_rows, block_cols = 4, 512
     columns = sum(tiles.cdiv(n, block_cols) for n in n_outs)
     return Launch(

@@ -24,6 +24,7 @@ __all__ = [
     "fence_kernel",
     "group_few_kernel",
     "group_gathered_triton",
+    "group_launches",
     "group_triton",
     "place_kernel",
     "scan_kernel",
@@ -186,16 +187,24 @@ def group_triton(keys: Tensor, plan: Plan) -> None:
     """Fill the plan's tiles from keys [num_rows] int32: one launch for few rows, three for many,
     and a fence.
     """
+    for launch, tensors in group_launches(keys, plan):
+        launch(*tensors)
+
+
+def group_launches(keys: Tensor, plan: Plan) -> list[tuple[Launch, tuple[Tensor | None, ...]]]:
+    """What `group_triton` launches, in order, and with which tensors."""
     sizes, pdl = _sizes(plan), has_pdl(keys.device)
     if plan.num_rows <= ROWS_OF_ONE_PROGRAM:
         few = _group_few(*sizes, pdl, (), (1, 1, 1))
-        few(keys, None, None, plan.counters, plan.tile_key, plan.tile_rows)
-    else:
-        count, scan, place = _group_many(*sizes, pdl)
-        count(keys, plan.counters, plan.tile_rows)
-        scan(plan.counters, plan.tile_key)
-        place(keys, plan.counters, plan.tile_rows)
-    _FENCE()
+        tensors = (keys, None, None, plan.counters, plan.tile_key, plan.tile_rows)
+        return [(few, tensors), (_FENCE, ())]
+    count, scan, place = _group_many(*sizes, pdl)
+    return [
+        (count, (keys, plan.counters, plan.tile_rows)),
+        (scan, (plan.counters, plan.tile_key)),
+        (place, (keys, plan.counters, plan.tile_rows)),
+        (_FENCE, ()),
+    ]
 
 
 def group_gathered_triton(
