@@ -17,7 +17,7 @@ import benchmarks
 import pytest
 import torch
 from benchmarks import __main__ as first_look
-from benchmarks import expert_sites, experts, ops, plot, record, reference, step
+from benchmarks import expert_sites, experts, ops, plot, record, reference, step, tables
 from benchmarks.expert_sites import PROJECTIONS, ExpertLoad, Projection
 from benchmarks.peers import contest, fetch, imports
 from benchmarks.peers.agreement import worst_error
@@ -352,3 +352,28 @@ def test_experts_and_linears_are_those_of_the_models() -> None:
     assert (expert_sites.HIDDEN, expert_sites.INNER) == (2048, 768)
     assert (expert_sites.NUM_EXPERTS, expert_sites.TOP_K) == (128, 8)
     assert sum(k * sum(ns) for k, ns in step.LINEARS.values()) == 192_937_984
+
+
+def test_the_performance_page_has_the_newest_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    for name, table in (("ops", tables.ops_table), ("experts", tables.experts_table)):
+        lines = list(table(tables.newest(name)))
+        assert len(lines) > 10
+        assert "\n".join(lines) in page, f"run `python -m benchmarks.tables {name}`"
+
+
+@pytest.mark.parametrize(
+    ("ours", "floor", "peer", "site", "missed"),
+    [
+        (4.0, 1.0, 9.0, "o", ""),
+        (5.0, 1.0, 9.0, "o", "ac"),
+        (5.0, 1.0, 9.0, "down", "a"),
+        (13.0, 10.0, 14.0, "o", ""),  # near the floor
+        (14.0, 10.0, 30.0, "o", "b"),
+        (14.0, 10.0, 20.0, "o", "ab"),
+        (14.0, 3.0, 20.0, "o", "a"),  # less than 16 MB
+    ],
+)
+def test_missed_targets(ours: float, floor: float, peer: float, site: str, missed: str) -> None:
+    row = {"site": site, "mma_us": ours, "floor_us": floor, "vllm_us": peer}
+    assert tables.misses(row | {"vllm_bi_us": None, "sglang_us": peer + 1}) == missed
