@@ -50,7 +50,7 @@ def plan_rows(num_rows: int, num_keys: int) -> int:
         (16, 64)
     """
     average = num_rows // max(1, min(num_rows, num_keys))
-    return 16 if average <= 32 else 32 if average < 128 else 64
+    return 16 if average <= 32 else 32 if average <= 128 else 64
 
 
 def max_tiles(num_rows: int, num_keys: int, block_rows: int) -> int:
