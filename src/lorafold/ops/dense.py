@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorafold.errors import RouteError
 from lorafold.numerics import Numerics, resolve
 from lorafold.ops.check import check_keys, check_operands, check_routes, check_scratch
 from lorafold.ops.levers import GEMV_MAX_M, NO_APPLY
@@ -140,8 +139,9 @@ def apply_lora_bgmv(
     if plan is not None and x.is_cuda and not is_traced(x):
         from lorafold.ops.ready import Ready
 
-        # The plan of a prompt is used once; what comes back is worth preparing.
-        is_back = routes in plan.ready
+        # The plan of a prompt is used once; what comes back is worth preparing. Outputs that have
+        # gradients are looked at anew each time.
+        is_back = routes in plan.ready and not any(out.requires_grad for out in outs)
         plan.ready[routes] = Ready(routes, x, outs, seq_slot, plan, chosen) if is_back else None
 
 
@@ -156,11 +156,5 @@ def _tiles(
     """The plan's tiles, if there is a plan and it holds any."""
     if plan is None:
         return None, None
-    if (plan.num_rows, plan.num_keys, plan.tile_key.device) != (num_rows, num_keys, device):
-        raise RouteError(
-            f"the plan is for {plan.num_rows} rows and {plan.num_keys} slots on "
-            f"{plan.tile_key.device}; this call has {num_rows} rows, {num_keys} slots on {device}"
-        )
-    if device.type == "cpu":
-        return None, None
-    return plan.tile_key, plan.tile_rows
+    plan.check(num_rows, num_keys, device)
+    return (None, None) if device.type == "cpu" else (plan.tile_key, plan.tile_rows)

@@ -267,11 +267,7 @@ def _fold(
     top_k: int,
     scratch: Tensor | None,
 ) -> None:
-    if (plan.num_rows, plan.num_keys) != (base_out.shape[0], route.num_keys):
-        raise RouteError(
-            f"the plan is for {plan.num_rows} rows and {plan.num_keys} keys; this call has "
-            f"{base_out.shape[0]} rows and {route.num_keys} keys"
-        )
+    plan.check(base_out.shape[0], route.num_keys, x.device)
     tables = (route.a_table, route.b_table, route.scale_table, route.rank_table)
     routed_delta(
         x,

@@ -30,7 +30,7 @@ class Ready:
     Args:
         routes: of the call.
         x: [num_rows, k_in], like all operands already checked.
-        outs: [num_rows, n_out] per route.
+        outs: [num_rows, n_out] per route, without gradients.
         seq_slot: [num_rows], which the plan was made of.
         plan: the plan.
         numerics: as resolved.

@@ -41,6 +41,29 @@ def _value(tables, slices, key, ONE_SLICE: tl.constexpr):
     return value
 
 
+@triton.jit
+def _rows_of_a(
+    a_tables, rank_tables, key, max_rank, k_in, BLOCK_RANKS: tl.constexpr, ONE_SLICE: tl.constexpr
+):
+    """Of a block of ranks: slice, rank, row of A and whether there is one; and if there is none."""
+    first = tl.program_id(1) * BLOCK_RANKS
+    if ONE_SLICE:
+        slices = first // max_rank
+        ranks = first % max_rank + tl.arange(0, BLOCK_RANKS)
+    else:
+        slices = (first + tl.arange(0, BLOCK_RANKS)) // max_rank
+        ranks = (first + tl.arange(0, BLOCK_RANKS)) % max_rank
+    address = _value(a_tables, slices, key, ONE_SLICE)
+    rank = _value(rank_tables, slices, key, ONE_SLICE)
+    exists = (slices < len(a_tables)) & (ranks < rank) & (address != 0)
+    if ONE_SLICE:
+        is_idle = first % max_rank >= rank
+    else:
+        is_idle = tl.max(exists.to(tl.int32), axis=0) == 0
+    a_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
+    return slices, ranks, a_ptr + ranks.to(tl.int64) * k_in, exists, is_idle
+
+
 @triton.jit(
     do_not_specialize=["num_rows"],
     do_not_specialize_on_alignment=[
@@ -88,18 +111,9 @@ def shrink_kernel(
         if AHEAD:
             wait_for_predecessor(PDL)
         return
-    first = tl.program_id(1) * BLOCK_RANKS
-    if ONE_SLICE:
-        slices = first // max_rank
-        ranks = first % max_rank + tl.arange(0, BLOCK_RANKS)
-    else:
-        slices = (first + tl.arange(0, BLOCK_RANKS)) // max_rank
-        ranks = (first + tl.arange(0, BLOCK_RANKS)) % max_rank
-    a_address = _value(a_tables, slices, key, ONE_SLICE)
-    rank = _value(rank_tables, slices, key, ONE_SLICE)
-    has_rank = (slices < len(a_tables)) & (ranks < rank) & (a_address != 0)
-    a_ptr = tl.multiple_of(a_address.to(tl.pointer_type(tl.bfloat16)), 16)
-    a_ptrs = a_ptr + ranks.to(tl.int64) * k_in  # [BLOCK_RANKS]
+    slices, ranks, a_ptrs, has_rank, is_idle = _rows_of_a(
+        a_tables, rank_tables, key, max_rank, k_in, BLOCK_RANKS, ONE_SLICE
+    )
     has_row = rows >= 0
     segment = tl.program_id(2)
     begin = segment * SEGMENT
@@ -112,10 +126,6 @@ def shrink_kernel(
         wait_for_predecessor(PDL)
         if not WHOLE:
             let_next_start(PDL)
-    if ONE_SLICE:
-        is_idle = first % max_rank >= rank
-    else:
-        is_idle = tl.max(has_rank.to(tl.int32), axis=0) == 0
     if is_idle:
         return
     if source_ptr is None:
@@ -134,10 +144,8 @@ def shrink_kernel(
         zero = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
         chain = mma_chain(x_ptrs, has_row, a_ptrs, has_rank, begin, end, zero, BLOCK_K, EVEN_K)
         xa = tl.trans(chain)
-    planes = (slices * tl.num_programs(2) + segment).to(tl.int64)
-    offsets = (
-        rows.to(tl.int64)[:, None] * max_rank + (planes * num_rows * max_rank + ranks)[None, :]
-    )
+    planes = (slices * tl.num_programs(2) + segment).to(tl.int64) * num_rows
+    offsets = rows.to(tl.int64)[:, None] * max_rank + (planes * max_rank + ranks)[None, :]
     mask = has_row[:, None] & has_rank[None, :]
     if SUMS:
         tl.store(xa_ptr.to(tl.pointer_type(tl.float32)) + offsets, xa, mask=mask)
