@@ -19,6 +19,8 @@ from lorafold.ops import (
     apply_lora_bgmv,
     apply_lora_delta,
     make_plan,
+    reference,
+    routed_cpu,
     scratch_bytes,
 )
 from tests.ops.cases import assert_same_bits, bits, make_case
@@ -72,6 +74,52 @@ def test_a_row_does_not_see_the_others(slots, seed, numerics):
         assert not torch.equal(bits(case.outs[0][~base]), bits(before[~base]))
 
 
+def changed(case, change: str) -> None:
+    """Change in place what the tables or the matrices of all routes hold."""
+    for pairs, route in zip(case.pairs, case.routes, strict=True):
+        if change == "factors":
+            for pair in pairs:
+                pair.a.mul_(-0.75)
+        elif change == "scale":
+            route.scale_table.fill_(0.3)
+        elif change == "rank":
+            route.rank_table[1] = 5
+        elif change == "slot cleared":
+            route.a_table[0] = 0
+
+
+def truth_by_tables(case, i: int, start: torch.Tensor) -> torch.Tensor:
+    """Output i row by row, with the scales and ranks that its tables hold."""
+    route, expected = case.routes[i], start.clone()
+    for row, slot in enumerate(case.slots.tolist()):
+        if route.a_table[slot]:
+            pair, rank = case.pairs[i][slot], int(route.rank_table[slot])
+            a, b = pair.a[:rank], pair.b[:, :rank]
+            delta = reference.delta_rows(case.x[row : row + 1], a, b, "gemv")
+            own = expected[row : row + 1]
+            own.copy_(reference.fold(own, delta, route.scale_table[slot]))
+    return expected
+
+
+@pytest.mark.parametrize("held", [1, 1 << 22])
+def test_tables_and_factors_may_change_between_calls(held, monkeypatch):
+    """What the CPU remembers of a call is where things are, not what is there."""
+    monkeypatch.setattr(routed_cpu, "_HELD_WEIGHTS", held)
+    routed_cpu._tiles.cache_clear()
+    case = make_case(10, [3, 8, 8], 72, [40, 16], 8, device="cpu", slots=[0] * 7 + [1, 2, 1])
+    start = [out.clone() for out in case.outs]
+    seen = set()
+    for change in ("nothing", "factors", "scale", "rank", "slot cleared"):
+        changed(case, change)
+        for out, before in zip(case.outs, start, strict=True):
+            out.copy_(before)
+        apply_lora_bgmv(case.routes, case.x, case.outs, case.slots, numerics="gemv")
+        for i, out in enumerate(case.outs):
+            assert_same_bits(out, truth_by_tables(case, i, start[i]), change)
+        seen.add(tuple(bits(case.outs[0]).flatten().tolist()))
+    assert len(seen) == 5
+
+
 def test_x_inside_the_same_buffer_beside_the_output():
     """x and base_out may be columns of one buffer, as long as no element is in both."""
     buffer = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -111,7 +159,7 @@ BAD_CALLS = {
         "`x` must be on cpu, where the route is; given: meta",
     ),
     "scratch": ({"scratch": torch.zeros(3, dtype=torch.uint8)}, "at least 96 bytes"),
-    "plan": ({"plan": make_plan(slots_of(0, 1), 2)}, "the plan is for 2 rows and 2 slots"),
+    "plan": ({"plan": make_plan(slots_of(0, 1), 2)}, "the plan is for 2 rows and 2 keys"),
     "no route": ({"route": [], "out": []}, "one base_out per route"),
     "gradient": ({"out": bf16(3, 16).requires_grad_()}, "has no gradient"),
 }

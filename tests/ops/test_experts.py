@@ -329,5 +329,7 @@ def test_a_plan_of_a_window_serves_that_window(device: str) -> None:
         grouped(case, sorted_out, "mma", 1, row_offset=begin, row_end=end, plan=plan)
     case.out[case.order] = sorted_out
     assert_same_bits(case.out_buffer, truth)
-    with pytest.raises(RouteError, match="the plan is for 6 rows and 6 keys on cpu; given: 10 rows"):
+    with pytest.raises(
+        RouteError, match="the plan is for 6 rows and 6 keys on cpu; given: 10 rows"
+    ):
         grouped(case, sorted_out, "mma", 1, plan=plan)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lorafold.errors import BackendError, RouteError
 from lorafold.numerics import TensorCoreModel
+from lorafold.ops import gemv
 from lorafold.ops.operands import blocks, exponents
 from lorafold.ops.reference import (
     apply_rows,
@@ -22,6 +23,7 @@ from lorafold.ops.reference import (
     matrix_at,
     mma_dot,
     round_bf16,
+    tile_dots,
 )
 from tests.ops import literal
 from tests.ops.literal import assert_same, from_patterns, random_bf16
@@ -252,3 +254,34 @@ def test_exponents():
     assert exponents(torch.tensor([2.0**-130, 1.0]).bfloat16()) == (-127, 0)
     assert exponents(torch.tensor([-0.0, 1.0, -torch.inf])) == (0, 128)
     assert exponents(torch.tensor([torch.nan])) == (128, 128)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("spread", [0.0, 60.0])
+@pytest.mark.parametrize("k", [1, 7, 8, 12, 64, 520, 576, 1030])
+def test_tiles_side_by_side_are_each_alone(k, spread, numerics):
+    """Groups of equal and other widths, with x of their own and with one for all."""
+    widths, num_rows, tiles = [3, 3, 70, 3], 2, 2
+    x = random_bf16(k, len(widths), num_rows, tiles, k, spread=spread)
+    w = random_bf16(k + 1, tiles * sum(widths), k + 3, spread=spread)[:, :k]
+    for each in (x, x[:1]):
+        found = tile_dots(each, w, widths, numerics)
+        groups = zip(
+            each.expand(len(widths), -1, -1, -1),
+            w.split([tiles * n for n in widths]),
+            found.split([tiles * n for n in widths], 1),
+            strict=True,
+        )
+        for own, columns, dots in groups:
+            for tile in range(tiles):
+                matrix = columns.reshape(tiles, -1, k)[tile]
+                expected = dot(own[:, tile], matrix, numerics)
+                assert_same(dots.reshape(num_rows, tiles, -1)[:, tile], expected)
+
+
+def test_blocks_of_tiles_do_not_change_bits(monkeypatch):
+    x, w = random_bf16(1, 1, 7, 3, 584), random_bf16(2, 3 * 20, 584)
+    whole = tile_dots(x, w, [16, 4], "gemv")
+    for lanes in (1, 1 << 13):
+        monkeypatch.setattr(gemv, "_TILE_LANES", lanes)
+        assert_same(tile_dots(x, w, [16, 4], "gemv"), whole)

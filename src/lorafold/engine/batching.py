@@ -12,7 +12,7 @@ from lorafold.engine.packed import PackedBatches, why_not_packed
 from lorafold.engine.static import StaticBatches
 from lorafold.errors import ModelError
 from lorafold.layers.call_shapes import call_shapes
-from lorafold.ops.warm_up import warm_up
+from lorafold.ops.ahead import warm_up
 from lorafold.runtime import MultiLora
 
 __all__ = ["Batches", "Batching", "build_batches", "longest"]

@@ -9,7 +9,7 @@ from torch import nn
 from lorafold.layers.experts import RoutedExperts
 from lorafold.layers.linear import RoutedLinear
 from lorafold.layers.router import RoutedRouter
-from lorafold.ops.warm_up import CallShape
+from lorafold.ops.ahead import CallShape
 from lorafold.route import Tables
 
 __all__ = ["call_shapes"]

@@ -5,6 +5,7 @@ by Triton kernels; both give the contract's bits.
 """
 
 from lorafold.expert_route import ExpertTables, MoeExpertRoute, pack_expert_tables
+from lorafold.ops.ahead import CallShape, warm_up
 from lorafold.ops.beside import apply_lora_beside
 from lorafold.ops.dense import apply_lora_bgmv, apply_lora_delta
 from lorafold.ops.experts import (
@@ -20,7 +21,6 @@ from lorafold.ops.experts import (
 )
 from lorafold.ops.plan import Plan, make_plan
 from lorafold.ops.scratch import scratch_bytes
-from lorafold.ops.warm_up import CallShape, warm_up
 from lorafold.route import LoraAttnWeights, LoraFfnWeights, LoraPair, LoraRoute
 
 __all__ = [

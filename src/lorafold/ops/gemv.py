@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ _LANES = 64
 _VECTOR = 8  # elements that a lane takes at a time
 _BLOCK_LANES = 1 << 15  # accumulators worked on at a time: 128 KiB, which stays in L2
 _TILE_LANES = 1 << 17  # of many small matrices, where fewer operations count more: 512 KiB
+_REMEMBERED = 64  # shapes of tiles: a decode step of a mixed batch has about eight
 
 
 def gemv_dot(x: Tensor, w: Tensor) -> Tensor:
@@ -70,15 +73,21 @@ def gemv_dot(x: Tensor, w: Tensor) -> Tensor:
         sides = [_runs(t[(None,) * (dims - t.dim())], rows_inner) for t in (x, w)]
         runs = list(zip(*sides, strict=True))
     pairs = [(left.unsqueeze(-2), right.unsqueeze(-3)) for left, right in runs]
-    accumulate = _add_exact if exact else _add_fused
+    accumulate = _adder(exact)
     for block in blocks((*out.shape, lanes), _BLOCK_LANES):
         part = out[block]
         acc = _zeros((*part.shape, lanes), rows_inner)
         for left, right in pairs:
             count = left.shape[-1]
             active = acc if count == lanes else acc.narrow(-1, 0, count)
-            accumulate(active, operand_block(left, block, 1), operand_block(right, block, 1))
-        part.copy_(_lane_tree(acc, rows_inner).view(part.shape))
+            own = (operand_block(side, block, 1) for side in (left, right))
+            for a, b in zip(*own, strict=True):
+                accumulate(active, a, b)
+        by_lane = acc.movedim(-1, 0) if rows_inner else _transposed(acc.view(-1, lanes))
+        tree, left, right = _tree(by_lane.reshape(lanes, -1))
+        for low, high in tree:
+            low.add_(high)
+        part.copy_((left + right).view(part.shape))
     return out
 
 
@@ -105,56 +114,173 @@ def gemv_tiles(x: Tensor, w: Tensor, widths: Sequence[int]) -> Tensor:
         [[8.0, 16.0, 24.0, 32.0, 40.0, 48.0]]
     """
     require_subnormals()
-    num_rows, num_columns, k = int(x.shape[1]), int(w.shape[0]), int(w.shape[1])
-    lanes = _lanes(k)
-    rows_inner = max(widths) > lanes
-    accumulate = _add_exact if _products_are_exact(x, w) else _add_fused
-    groups = _side_by_side(x.transpose(0, 1), w, widths, rows_inner)
-    held = max(1, _TILE_LANES // (num_columns * lanes))
-    parts = []
-    for start in range(0, num_rows, held):
-        acc = _zeros((min(held, num_rows - start), num_columns, lanes), rows_inner)
-        column = 0
-        for shape, runs in groups:
-            size = math.prod(shape)
-            own = acc.narrow(1, column, size).view(len(acc), *shape, lanes)
-            for left, right in runs:
-                active = own.narrow(-1, 0, left.shape[-1])
-                accumulate(active, left[:, start : start + held], right)
-            column += size
-        parts.append(_lane_tree(acc, rows_inner).view(-1, num_columns))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    accumulate = _adder(_products_are_exact(x, w))
+    x_groups, num_rows, tiles, k = x.shape
+    num_columns = int(w.shape[0])
+    # Blocks of one size: the last begins early, and makes some rows twice.
+    held = max(1, _TILE_LANES // (num_columns * _lanes(k)))
+    size = -(-num_rows // -(-num_rows // held))
+    with torch.inference_mode():  # views and small operations cost less there
+        bench = _BENCHES.of(_TileShape(size, x_groups, tiles, k, tuple(widths)))
+        bench.take_w(w)
+        out = torch.empty(num_rows, num_columns, dtype=torch.float32)
+        for start in range(0, num_rows, size):
+            first = min(start, num_rows - size)
+            bench.take_x(x.narrow(1, first, size).transpose(0, 1))
+            bench.sum_into(out.narrow(0, first, size), accumulate)
+    return out
 
 
-def _side_by_side(
-    x: Tensor, w: Tensor, widths: Sequence[int], rows_inner: bool
-) -> list[tuple[tuple[int, int, int], list[tuple[Tensor, Tensor]]]]:
-    """The runs of each stretch of groups of equal width, which are worked on at once.
+class _TileShape(NamedTuple):
+    """Rows at a time, groups that x has (one for all, or each its own), tiles, K, and widths."""
+
+    num_rows: int
+    x_groups: int
+    tiles: int
+    k: int
+    widths: tuple[int, ...]
+
+    @property
+    def num_columns(self) -> int:
+        return self.tiles * sum(self.widths)
+
+    @property
+    def rows_inner(self) -> bool:
+        return max(self.widths) > _lanes(self.k)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of x, w, the accumulators, and these once more by lane if they are not yet."""
+        accumulators = self.num_rows * self.num_columns * _lanes(self.k)
+        x = self.num_rows * self.x_groups * self.tiles * self.k
+        by_lane = 0 if self.rows_inner else accumulators
+        return [x, self.num_columns * self.k, accumulators, by_lane]
+
+
+class _Bench:
+    """Memory and views for tiles of one shape.
+
+    A decode step has few shapes, and each many times; making the views takes as long as the sums.
 
     Args:
-        x: [n, len(widths) or 1, tiles, K].
-        w: [columns, K].
-        widths: per group.
+        shape: of the tiles.
+        memory: float32, as much as the shape says; others may use it between two calls.
+    """
+
+    def __init__(self, shape: _TileShape, memory: Tensor) -> None:
+        x, w, acc, by_lane = memory.split_with_sizes(shape.sizes)
+        lanes = _lanes(shape.k)
+        x_shape = (shape.num_rows, shape.x_groups, shape.tiles, shape.k)
+        self._x = _Room(x, x_shape, shape.rows_inner)
+        self._w = _Room(w, (shape.num_columns, shape.k), shape.rows_inner)
+        self._acc = acc
+        rows = _laid_out(acc, (shape.num_rows, shape.num_columns), lanes, shape.rows_inner)
+        self._steps = list(self._pair(shape, rows))
+        self._turned = (
+            None if shape.rows_inner else (by_lane.view(lanes, -1), acc.view(-1, lanes).t())
+        )
+        self._tree, *self._root = _tree((acc if shape.rows_inner else by_lane).view(lanes, -1))
+
+    def _pair(self, shape: _TileShape, acc: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Accumulators, elements of x and elements of w, step by step.
+
+        Groups of equal width that stand side by side make a step together.
+        """
+        column, group = 0, 0
+        for width, equal in itertools.groupby(shape.widths):
+            count = len(list(equal))
+            by_group = (count, shape.tiles, width)
+            columns = math.prod(by_group)
+            own = acc.narrow(1, column, columns).view(shape.num_rows, *by_group, -1)
+            for x, w in zip(self._x.bodies, self._w.bodies, strict=True):
+                left = x if shape.x_groups == 1 else x.narrow(2, group, count)
+                right = w.narrow(1, column, columns).view(len(w), 1, *by_group, -1)
+                for a, b in zip(_rounds(left.unsqueeze(-2)), _rounds(right), strict=True):
+                    active = own.narrow(-1, 0, a.shape[-1])
+                    yield from ((active, one, other) for one, other in zip(a, b, strict=True))
+            column, group = column + columns, group + count
+
+    def take_x(self, x: Tensor) -> None:
+        """Lay x [num_rows, x_groups, tiles, K] bf16 out by lanes."""
+        self._x.fill(x)
+
+    def take_w(self, w: Tensor) -> None:
+        """Lay w [columns, K] bf16 out by lanes."""
+        self._w.fill(w)
+
+    def sum_into(self, out: Tensor, accumulate: Callable[[Tensor, Tensor, Tensor], object]) -> None:
+        """Write the dot products to out [num_rows, columns] float32."""
+        self._acc.zero_()
+        for acc, left, right in self._steps:
+            accumulate(acc, left, right)
+        if self._turned is not None:
+            by_lane, by_column = self._turned
+            by_lane.copy_(by_column)
+        for low, high in self._tree:
+            low.add_(high)
+        torch.add(*self._root, out=out.view(-1))
+
+
+class _Benches(threading.local):
+    """The benches of a thread, one after the other in the same memory."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float32)
+        self._known: dict[_TileShape, _Bench] = {}
+
+    def of(self, shape: _TileShape) -> _Bench:
+        found = self._known.get(shape)
+        if found is None:
+            size = sum(shape.sizes)
+            if size > self._memory.numel() or len(self._known) == _REMEMBERED:
+                self._known.clear()
+            if size > self._memory.numel():
+                self._memory = torch.empty(size, dtype=torch.float32)
+            found = self._known[shape] = _Bench(shape, self._memory[:size])
+        return found
+
+
+_BENCHES = _Benches()
+
+
+class _Room:
+    """Memory for an operand by lanes.
+
+    Args:
+        memory: float32, an element for each.
+        shape: [..., K] of the operand.
         rows_inner: the layout in memory.
 
-    Returns:
-        Per stretch (groups, tiles, width) and its runs: x [steps, n, groups or 1, tiles, 1, lanes]
-        and w [steps, 1, groups, tiles, width, lanes].
+    Attributes:
+        bodies: as `_bodies`.
     """
-    left, right = _bodies(x, rows_inner), _bodies(w, rows_inner)
-    found, column, group = [], 0, 0
-    for width, equal in itertools.groupby(widths):
-        count = len(list(equal))
-        shape = (count, int(x.shape[2]), width)
-        runs: list[tuple[Tensor, Tensor]] = []
-        for own, columns in zip(left, right, strict=True):
-            mine = own if x.shape[1] == 1 else own.narrow(2, group, count)
-            theirs = columns.narrow(1, column, math.prod(shape))
-            theirs = theirs.view(len(columns), 1, *shape, -1)
-            runs.extend(zip(_rounds(mine.unsqueeze(-2)), _rounds(theirs), strict=True))
-        found.append((shape, runs))
-        column, group = column + math.prod(shape), group + count
-    return found
+
+    def __init__(self, memory: Tensor, shape: tuple[int, ...], rows_inner: bool) -> None:
+        *outer, k = shape
+        self.bodies: list[Tensor] = []
+        self._by_vector: list[tuple[int, int, Tensor]] = []  # where a body begins in K, its size
+        start = 0
+        for steps, count in zip((_VECTOR, 1), divmod(k, _VECTOR), strict=True):
+            if count:
+                size = steps * count
+                part = memory[math.prod(outer) * start :][: math.prod(outer) * size]
+                body = _laid_out(part, (steps, *outer), count, rows_inner)
+                self.bodies.append(body)
+                self._by_vector.append((start, size, body.movedim(0, -1)))
+                start += size
+
+    def fill(self, t: Tensor) -> None:
+        """Write t, bf16, of the operand's shape, here; one copy also converts to fp32."""
+        for start, size, body in self._by_vector:
+            part = t if size == t.shape[-1] else t.narrow(-1, start, size)
+            body.copy_(part.view(body.shape))
+
+
+def _laid_out(memory: Tensor, outer: Sequence[int], lanes: int, rows_inner: bool) -> Tensor:
+    """A view [*outer, lanes]; in memory the lanes come first if rows_inner."""
+    if rows_inner:
+        return memory.view(lanes, *outer).movedim(0, -1)
+    return memory.view(*outer, lanes)
 
 
 def _lanes(k: int) -> int:
@@ -200,43 +326,47 @@ def _by_lane(t: Tensor, steps: int, rows_inner: bool) -> Tensor:
 def _transposed(t: Tensor) -> Tensor:
     """[rows, columns] bf16 | fp32 -> [columns, rows] fp32, contiguous."""
     # One strided copy that also converts takes half the time of `t().contiguous()`.
-    return torch.empty(t.shape[1], t.shape[0]).copy_(t.t())
+    return torch.empty(t.shape[1], t.shape[0], dtype=torch.float32).copy_(t.t())
 
 
 def _zeros(shape: Sequence[int], rows_inner: bool) -> Tensor:
     """An fp32 tensor [..., rows, lanes]; in memory the lanes come first if rows_inner."""
-    if not rows_inner:
-        return torch.zeros(*shape)
-    return torch.zeros(shape[-1], *shape[:-1]).movedim(0, -1)
+    *outer, lanes = shape
+    return _laid_out(torch.zeros(math.prod(shape), dtype=torch.float32), outer, lanes, rows_inner)
 
 
-def _add_exact(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc += a[step] * b[step], steps ascending, where every product fits fp32 exactly.
+def _adder(is_exact: bool) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """What adds the products of one element per lane to the accumulators, in place.
 
-    Then `addcmul_` gives the same bits whether or not a machine fuses it, as it may.
+    Where every product fits fp32 exactly, `addcmul_` gives the same bits whether or not a machine
+    fuses it, as it may.
     """
-    for left, right in zip(a.unbind(), b.unbind(), strict=True):
-        acc.addcmul_(left, right)
+    return Tensor.addcmul_ if is_exact else _add_fused
 
 
-def _add_fused(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """The same for all inputs: a fused multiply-add, that is one rounding per element."""
-    for left, right in zip(a.double().unbind(), b.double().unbind(), strict=True):
-        # A product has 16 bits, so rounding to 53 bits first makes no midpoint of fp32.
-        acc.copy_(acc.double() + left * right)
+def _add_fused(acc: Tensor, left: Tensor, right: Tensor) -> None:
+    """For all inputs: a fused multiply-add, that is one rounding per element."""
+    # A product has 16 bits, so rounding to 53 bits first makes no midpoint of fp32.
+    acc.copy_(acc.double() + left.double() * right.double())
 
 
-def _lane_tree(acc: Tensor, rows_inner: bool) -> Tensor:
-    """[..., lanes] -> flat [...]: a balanced tree in each half of 32 lanes, then their sum."""
-    lanes = int(acc.shape[-1])
-    by_lane = acc.movedim(-1, 0) if rows_inner else _transposed(acc.view(-1, lanes))
-    levels = min(lanes, _LANES // 2).bit_length() - 1
-    halves = by_lane.reshape(-1, *[2] * levels, by_lane[0].numel())
+def _tree(by_lane: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """The balanced tree in each half of 32 lanes, as pairs of which the first takes the second.
+
+    Args:
+        by_lane: [lanes, n], contiguous.
+
+    Returns:
+        The pairs, and where the two halves are then: [n] each.
+    """
+    levels = min(len(by_lane), _LANES // 2).bit_length() - 1
+    halves, pairs = by_lane.view(-1, *[2] * levels, by_lane.shape[1]), []
     for _ in range(levels):
         low, high = halves.unbind(1)
-        halves = low + high
+        pairs.append((low, high))
+        halves = low
     # Lanes left out hold +0, and adding that once changes no more than adding it at every level.
-    return halves[0] + (halves[1] if lanes == _LANES else 0.0)
+    return pairs, halves[0], halves[1] if len(halves) == 2 else by_lane.new_zeros(())
 
 
 def _products_are_exact(x: Tensor, w: Tensor) -> bool:

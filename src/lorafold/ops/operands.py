@@ -17,8 +17,12 @@ from lorafold.errors import BackendError, RouteError
 __all__ = ["blocks", "broadcast_batch", "exponents", "operand_block", "require_subnormals"]
 
 _SMALLEST_SUBNORMAL = 5e-324
-# dtype -> integer of that size, the mask of all bits but the sign, and where the exponent starts
-_PATTERN = {torch.bfloat16: (torch.int16, 0x7FFF, 7), torch.float32: (torch.int32, 0x7FFF_FFFF, 23)}
+# dtype -> the mask of all bits but the sign, as an integer of that size (a tensor is faster than a
+# number), and where the exponent starts
+_PATTERN = {
+    torch.bfloat16: (torch.tensor(0x7FFF, dtype=torch.int16), 7),
+    torch.float32: (torch.tensor(0x7FFF_FFFF, dtype=torch.int32), 23),
+}
 
 
 def broadcast_batch(x: Tensor, w: Tensor) -> tuple[int, ...]:
@@ -87,13 +91,13 @@ def exponents(t: Tensor) -> tuple[int, int]:
     """
     if not t.numel():
         return 0, 0
-    integer, magnitude_mask, shift = _PATTERN[t.dtype]
-    magnitude = t.view(integer) & magnitude_mask
-    low, high = (int(v) for v in magnitude.aminmax())
+    mask, shift = _PATTERN[t.dtype]
+    magnitude = t.view(mask.dtype) & mask
+    low, high = map(int, magnitude.aminmax())
     if not high:
         return 0, 0
     if not low:  # once more, with zero turned into the largest pattern
-        low = int((magnitude.sub_(1) & magnitude_mask).amin()) + 1
+        low = int((magnitude.sub_(1) & mask).amin()) + 1
     return (low >> shift) - 127, (high >> shift) - 127
 
 

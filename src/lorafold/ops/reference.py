@@ -2,7 +2,8 @@
 
 Dot products under both numerics, the rounding points, and the delta of whole rows. PyTorch in
 eager mode only: `matmul`, `einsum`, `addcmul`, `add(alpha=...)` and `torch.compile` fuse or reorder
-by machine and shape, so none of them may be used here. The sums are in `gemv` and `tensor_core`.
+by machine and shape, so none of them may be used here; but `gemv` may use `addcmul` where products
+are exact, because fused or not is then the same. The sums are in `gemv` and `tensor_core`.
 """
 
 from __future__ import annotations

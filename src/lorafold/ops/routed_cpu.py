@@ -9,6 +9,7 @@ it is worked out once. Rows, tiles and routes never meet in a sum.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,6 @@ class _Expand:
     """Routes of one rank, side by side: B of each route and tile, and the scale of each tile."""
 
     rank: int
-    parts: list[int]
     routes: list[int]
     widths: list[int]
     b: list[Tensor]
@@ -42,11 +42,18 @@ class _Expand:
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """Tiles that are worked on at once: `rows` [n, tiles], where a tile that is not full has a row
-    several times; A of each adapted route and tile; the routes' ranks.
+    """Tiles that are worked on at once, each of `num_rows` rows.
+
+    Args:
+        rows: [num_rows * tiles], where a tile that is not full has a row several times.
+        num_rows: of each tile.
+        ranks: of the adapted routes, equal ones side by side.
+        a: A of each adapted route and tile.
+        expands: by rank, in the same order.
     """
 
     rows: Tensor
+    num_rows: int
     ranks: list[int]
     a: list[Tensor]
     expands: list[_Expand]
@@ -77,12 +84,14 @@ def routed_cpu(
     if not present:
         return
     by_route = zip(a_tables, b_tables, scale_tables, rank_tables, strict=True)
-    entries = tuple(tuple(_entries(table, present) for table in tables) for tables in by_route)
-    widths = tuple(out.shape[1] for out in outs)
+    entries = tuple([tuple([_entries(table, present) for table in route]) for route in by_route])
+    widths = tuple([out.shape[1] for out in outs])
     k_in = x.shape[1]
-    for tiles in _tiles(tuple(row_keys), tuple(present), entries, widths, k_in, max_rank):
-        rows = tiles.rows if top_k == 1 else tiles.rows // top_k
-        _fold_tiles(x[rows if source is None else source[tiles.rows]], outs, tiles, chosen)
+    with torch.inference_mode():  # views and small operations cost less there
+        for tiles in _tiles(tuple(row_keys), tuple(present), entries, widths, k_in, max_rank):
+            rows = tiles.rows if top_k == 1 else tiles.rows // top_k
+            own = x.index_select(0, rows if source is None else source[tiles.rows])
+            _fold_tiles(own.view(1, tiles.num_rows, -1, k_in), outs, tiles, chosen)
 
 
 def _entries(table: Tensor, keys: list[int]) -> tuple[int | float, ...]:
@@ -90,7 +99,7 @@ def _entries(table: Tensor, keys: list[int]) -> tuple[int | float, ...]:
     if table.shape[0] > _SMALL_TABLE:
         return tuple(table[torch.tensor(keys)].tolist())
     every = table.tolist()
-    return tuple(every[key] for key in keys)
+    return tuple([every[key] for key in keys])
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -149,15 +158,15 @@ def _side_by_side(
     k_in: int,
     max_rank: int,
 ) -> _Tiles:
-    adapted = [route for route, rank in enumerate(ranks) if rank]
+    adapted = sorted((route for route, rank in enumerate(ranks) if rank), key=ranks.__getitem__)
     a = [
         reference.matrix_at(int(entries[route][0][place]), ranks[route], k_in)
         for route in adapted
         for place in places
     ]
     expands = []
-    for rank in dict.fromkeys(ranks[route] for route in adapted):
-        routes = [route for route in adapted if ranks[route] == rank]
+    for rank, equal in itertools.groupby(adapted, key=ranks.__getitem__):
+        routes = list(equal)
         b = [
             reference.matrix_at(int(entries[route][1][place]), widths[route], max_rank)
             for route in routes
@@ -167,27 +176,26 @@ def _side_by_side(
             torch.tensor([[entries[route][2][place]] for place in places], dtype=torch.float32)
             for route in routes
         ]
-        parts = [adapted.index(route) for route in routes]
-        expands.append(_Expand(rank, parts, routes, [widths[r] for r in routes], b, scales))
-    return _Tiles(
-        torch.tensor(rows).t().contiguous(), [ranks[route] for route in adapted], a, expands
-    )
+        expands.append(_Expand(rank, routes, [widths[r] for r in routes], b, scales))
+    of_tiles = torch.tensor(rows).t().flatten()
+    return _Tiles(of_tiles, len(rows[0]), [ranks[route] for route in adapted], a, expands)
 
 
 def _fold_tiles(x: Tensor, outs: Sequence[Tensor], tiles: _Tiles, numerics: Numerics) -> None:
-    """x [n, tiles, k_in]: fold the deltas of all adapted routes into the outputs."""
-    num_rows, count = x.shape[:2]
-    a = torch.cat(tiles.a)
-    shrunk = reference.round_bf16(reference.tile_dots(x.unsqueeze(0), a, tiles.ranks, numerics))
-    xa = shrunk.split_with_sizes([count * rank for rank in tiles.ranks], 1)
+    """x [1, num_rows, tiles, k_in]: fold the deltas of all adapted routes into the outputs."""
+    _, num_rows, count, _ = x.shape
+    shrunk = reference.tile_dots(x, torch.cat(tiles.a), tiles.ranks, numerics)
+    xa, column = reference.round_bf16(shrunk), 0
     for expand in tiles.expands:
-        own = torch.stack([xa[part] for part in expand.parts])
-        own = own.view(-1, num_rows, count, expand.rank)
+        size = len(expand.routes) * count * expand.rank
+        own = xa.narrow(1, column, size).view(num_rows, -1, count, expand.rank).transpose(0, 1)
+        column += size
         b = torch.cat(expand.b)[:, : expand.rank]
         deltas = reference.round_bf16(reference.tile_dots(own, b, expand.widths, numerics))
         of_routes = deltas.split_with_sizes([count * width for width in expand.widths], 1)
         for route, part, scale in zip(expand.routes, of_routes, expand.scales, strict=True):
-            out = outs[route]
             delta = part.view(num_rows, count, -1)
+            base = outs[route].index_select(0, tiles.rows).view(delta.shape)
+            folded = reference.fold(base, delta, scale)
             # A row that a tile has several times is written as often, with the same bits.
-            out[tiles.rows] = reference.fold(out[tiles.rows], delta, scale)
+            outs[route].index_copy_(0, tiles.rows, folded.flatten(0, 1))

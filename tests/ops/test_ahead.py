@@ -14,7 +14,7 @@ from lorafold.ops import (
     tiles,
     warm_up,
 )
-from lorafold.ops.warm_up import distinct_rows
+from lorafold.ops.ahead import distinct_rows
 
 SHAPES = [
     CallShape(k_in=4096, n_outs=(4096, 1024, 1024), max_rank=16, num_keys=8),
