@@ -25,7 +25,7 @@ from lorafold.cli.app import app
 from lorafold.cli.output import number, size_text
 from lorafold.peft import load_adapter, parse
 from lorafold.runtime import attach
-from tests.peft.folders import CONFIG, dense, linear_shapes, tensors_of, write
+from tests.peft.folders import CONFIG, dense, linear_shapes, pair, tensors_of, write
 from tests.tiny_models import COMMON, make_model, write_adapter
 
 REPOSITORY = Path(__file__).parents[1]
@@ -89,13 +89,6 @@ def test_version():
     assert cli("--version").startswith("lorafold 0.")
 
 
-def test_wrong_usage_is_exit_code_2():
-    assert "No such command" in cli("unknown", code=2)
-    assert "the checks are" in cli("verify", "--only", "nothing", code=2)
-    assert "--replay runs one" in cli("verify", "--replay", "x", "--quick", code=2)
-    assert "Missing argument" in cli("inspect", code=2)
-
-
 def test_verify_agrees(tmp_path):
     text = cli("verify", "--quick", "--device", "cpu", "--only", "slots", "--only", "graph")
     assert "every bit agrees" in text
@@ -133,7 +126,7 @@ def test_verify_writes_the_case_that_fails_and_replays_it(tmp_path, monkeypatch)
 
 
 def test_verify_refuses_what_it_cannot_do(tmp_path):
-    assert "is not there" in cli("verify", "--device", "cuda:99", code=1)
+    assert "is not there" in cli("verify", "--device", "cuda:99", code=2)
     missing = tmp_path / "nothing"
     assert "cannot be read" in cli("verify", "--replay", missing, code=1)
     error = cli_json("verify", "--replay", missing, code=1)
@@ -245,6 +238,15 @@ def test_inspect_shows_experts(tmp_path):
     assert "only with --model" in cli("inspect", folder)
 
 
+def test_inspect_shows_names_as_they_are(tmp_path):
+    """A name may look like markup of the library that prints tables, and a config like anything."""
+    tensors = pair("model.layers.0.[/b][red]", (8, 8))
+    folder = write(tmp_path / "a", tensors, CONFIG | {"base_model_name_or_path": "x\x1b[31m\ud800"})
+    text = cli("inspect", folder)
+    assert "model.layers.*.[/b][red]" in text
+    assert r"trained on: x\x1b[31m\ud800" in text
+
+
 @pytest.mark.parametrize(
     "words", [[], ["q_proj", "down_proj"], ["embed_tokens"], ["all-linear", "embed_tokens"]]
 )
@@ -257,6 +259,7 @@ def test_plan_is_what_attaching_allocates(words, model_folder):
     assert shown["bytes_per_adapter"] * 3 == shown["bytes"]
     assert (shown["fits"], shown["free_bytes"]) == (True, None)
     assert "the pool:" in cli("plan", "--model", model_folder)
+    assert cli_json("plan", "--model", model_folder, "--device", "cpu")["free_bytes"] > 0
 
 
 def test_plan_counts_experts_and_routers(tmp_path):
@@ -282,7 +285,7 @@ def test_plan_refuses(model_folder, tmp_path):
     )
     if not torch.cuda.is_available():
         arguments = ("plan", "--model", model_folder, "--device", "cuda:0")
-        assert "--device must be" in cli(*arguments, code=2)
+        assert "is not there" in cli(*arguments, code=2)
 
 
 def generate(model_folder: Path, prompts: Sequence[str], *options: Any, code: int = 0) -> Any:
@@ -376,3 +379,8 @@ def test_figures_are_readable():
         "0 B", "1023 B", "1.00 KiB", "5.00 MiB", "3.00 TiB", "4096.00 TiB",
     ]  # fmt: skip
     assert number(0.123456) == "0.1235"
+
+
+def test_generate_refuses_a_prompt_without_a_token(model_folder):
+    said = "every prompt needs a token"
+    assert said in generate(model_folder, ["w5", ""], "--raw", code=1)

@@ -81,6 +81,7 @@ def test_a_difference_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--device", "cuda:99"], 2, "is not there"),
         (["--device", "meta"], 2, "is not there"),
         (["--rows", "0"], 2, "--rows"),
+        (["--rank", "1000000000000"], 1, "hint: lower one of them"),
         (["--numerics", "fast"], 1, "gemv"),
         (["--model", "no/such/model"], 1, "no causal language model"),
         (["--plot", "nothing.xyz"], 1, "cannot be written"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +259,39 @@ def test_names_of_other_wrappers_become_the_model_s(model_folder, model, adapter
     )
     cli("convert", renamed, tmp_path / "after", "--model", model_folder)
     assert torch.equal(logits(model, tmp_path / "after"), logits(model, adapter))
+
+
+def test_convert_writes_into_an_empty_folder_but_not_under_ones_feet(
+    adapter, tmp_path, monkeypatch
+):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    for name in (".", empty):
+        assert "is the current folder" in cli("convert", adapter, name, code=1)
+    assert not list(empty.iterdir())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(empty)
+    cli("convert", adapter, "link")
+    assert (tmp_path / "link").is_symlink()
+    assert parse(empty).entries
+    assert {each.name for each in tmp_path.iterdir()} == {"empty", "link"}
+
+
+def test_what_a_killed_convert_left_behind_is_not_in_the_way(adapter, tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    cli("convert", adapter, tmp_path / "out")
+    assert parse(tmp_path / "out").entries
+
+
+def test_a_full_disk_is_a_refusal(adapter, tmp_path):
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))\n"
+        "from lorafold.cli import main; main()"
+    )
+    words = [sys.executable, "-c", code, "convert", str(adapter), str(tmp_path / "out")]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

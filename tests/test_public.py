@@ -90,7 +90,7 @@ def part_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules that a file imports, anywhere in it but under TYPE_CHECKING."""
+    """The modules that a file imports, anywhere in it but under TYPE_CHECKING; not the version."""
     tree = ast.parse(path.read_text())
     typing_only = {
         id(node)
@@ -107,7 +107,8 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.module, f"{path.name}: imports are absolute"
             if node.module == "lorafold":
-                found |= {f"lorafold.{alias.name}" for alias in node.names}
+                names = {alias.name for alias in node.names} - {"__version__"}
+                found |= {f"lorafold.{name}" for name in names}
             else:
                 found.add(node.module)
     return found

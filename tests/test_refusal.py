@@ -43,3 +43,12 @@ def test_long_lists_and_names_are_cut() -> None:
     assert listed(["b", "a"]) == "`a`, `b`"
     assert listed(range(20), limit=2) == "`0`, `1` and 18 more"
     assert len(listed(["x" * 1000])) == 202
+
+
+def test_no_word_of_a_file_reaches_a_terminal_as_it_is() -> None:
+    error = refuse(Refusal.UNKNOWN_TENSOR, "`q\x1b[31m\ud800`\nhint: `é`", adapter="s\x00")
+    assert str(error) == r"`s\x00`: `q\x1b[31m\ud800`" + "\nhint: `é` [unknown-tensor]"
+    lenient = Decisions("sql", strict=False)
+    lenient.note("\x9b2J")
+    lenient.tolerate(Refusal.UNKNOWN_FIELD, "\ud800")
+    assert (lenient.notes, lenient.skipped) == ([r"\x9b2J"], [r"unknown-field: \ud800"])

@@ -11,7 +11,7 @@ from enum import Enum
 
 from lorafold.errors import AdapterError, AdapterFormatError, AdapterMismatchError
 
-__all__ = ["DOWNGRADABLE", "Decisions", "Refusal", "listed", "refuse"]
+__all__ = ["DOWNGRADABLE", "Decisions", "Refusal", "listed", "printable", "refuse"]
 
 
 class Refusal(Enum):
@@ -132,9 +132,21 @@ def refuse(refusal: Refusal, message: str, *, adapter: str) -> AdapterError:
         >>> error.code, str(error)
         ('pickle', '`sql`: convert it [pickle]')
     """
-    text = f"`{adapter}`: {message} [{refusal.value}]"
+    text = printable(f"`{adapter}`: {message} [{refusal.value}]")
     kind = AdapterMismatchError if refusal in _MISMATCHES else AdapterFormatError
     return kind(text, adapter=adapter, code=refusal.value)
+
+
+def printable(text: str) -> str:
+    r"""The text with escapes for what a terminal would obey, or what UTF-8 cannot hold.
+
+    Words of an adapter's files are untrusted: a name may hold any character.
+
+    Example:
+        >>> printable("q\x1b[31m")
+        'q\\x1b[31m'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def listed(names: Iterable[object], limit: int = 8) -> str:
@@ -176,7 +188,7 @@ class Decisions:
 
     def note(self, text: str) -> None:
         """Record a choice."""
-        self.notes.append(text)
+        self.notes.append(printable(text))
 
     def refuse(self, refusal: Refusal, message: str) -> AdapterError:
         """`refuse` for this adapter."""
@@ -187,4 +199,4 @@ class Decisions:
         if self.strict or refusal not in DOWNGRADABLE:
             hint = "; hint: strict=False skips it" if refusal in DOWNGRADABLE else ""
             raise self.refuse(refusal, message + hint)
-        self.skipped.append(f"{refusal.value}: {message}")
+        self.skipped.append(printable(f"{refusal.value}: {message}"))

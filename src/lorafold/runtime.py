@@ -96,9 +96,13 @@ def attach(
     pool = Pool(shapes, max_loras=max_loras, max_rank=max_rank, device=device, experts=experts)
     has_head = any(layer.is_head for layer in layers.values())
     routing = Routing(device, max_loras, has_head=has_head)
-    wrap_targets(model, layers, pool.route, routing)
-    wrap_moe(model, moe, pool, routing)
-    return MultiLora(model, pool, routing)
+    try:
+        wrap_targets(model, layers, pool.route, routing)
+        wrap_moe(model, moe, pool, routing)
+        return MultiLora(model, pool, routing)
+    except BaseException:
+        unwrap_targets(model)
+        raise
 
 
 class MultiLora:

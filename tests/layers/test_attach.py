@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from lorafold.errors import ModelError
 from lorafold.layers.attach import find_targets, unwrap_targets, wrap_targets
 from lorafold.layers.linear import RoutedLinear
 from lorafold.layers.routing import Routing
+from lorafold.pool import Pool
 from lorafold.route import LoraPair, LoraRoute
+from lorafold.runtime import attach
 from tests.tiny_models import FAMILIES, make_model, old_peft, random_ids
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -316,3 +319,25 @@ def test_a_tied_head_stays_tied() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     unwrap_targets(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("num_wrapped", [0, 1, 9])
+def test_attaching_that_is_interrupted_leaves_the_model_as_it_was(
+    num_wrapped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    shown, route, calls = repr(model), Pool.route, []
+
+    def interrupted(pool: Pool, target: str) -> Any:
+        calls.append(target)
+        if len(calls) > num_wrapped:
+            raise KeyboardInterrupt
+        return route(pool, target)
+
+    monkeypatch.setattr(Pool, "route", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        attach(model, max_rank=8)
+    assert repr(model) == shown
+    assert not model._forward_pre_hooks
+    monkeypatch.undo()
+    attach(model, max_rank=8).detach()

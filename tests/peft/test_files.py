@@ -259,3 +259,27 @@ def test_reading_leaves_no_file_open(tmp_path: Path) -> None:
     assert tensors_of(write(tmp_path, dense()))
     after = len(list(handles.iterdir())) if before else 0
     assert after == before
+
+
+@pytest.mark.parametrize("num_axes", [65, 1_000_000])
+def test_a_shape_has_few_axes(num_axes: int) -> None:
+    """The product of a million sizes takes an hour, and PyTorch has no tensor of 65 axes."""
+    shape = [1] * num_axes if num_axes < 100 else [2**61] * num_axes
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
+    with pytest.raises(ValueError, match=f"has {num_axes} axes; allowed: 64"):
+        check_header(json.dumps({"x": entry}).encode(), 4, "f")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_folder_in_the_place_of_a_file_leaves_nothing_open(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path, dense())
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with (
+        pytest.raises(AdapterFormatError, match="no regular file") as caught,
+        open_folder(folder, Decisions("sql")),
+    ):
+        pass
+    assert caught.value.code == "broken-file"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

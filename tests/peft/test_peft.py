@@ -20,7 +20,7 @@ from lorafold.adapter import Adapter, TargetShape
 from lorafold.errors import AdapterFormatError, AdapterMismatchError
 from lorafold.peft import bind, load_adapter, parse
 from lorafold.peft.scale import round_scale
-from tests.peft.folders import linear_shapes, rename, tensors_of, write
+from tests.peft.folders import dense, linear_shapes, rename, targets, tensors_of, write
 from tests.tiny_models import adapted_by_peft, bits, make_model, old_peft, write_adapter
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -293,3 +293,10 @@ def test_an_untrained_adapter_is_refused_unless_allowed(tmp_path: Path) -> None:
     assert caught.value.code == "inert"
     adapter = load_adapter(tmp_path, linear_shapes(model), allow_inert=True)
     assert all(line.delta_norm == 0 for line in adapter.report.bound)
+
+
+def test_an_empty_name_is_refused_and_not_replaced(tmp_path: Path) -> None:
+    folder = write(tmp_path / "sql", dense())
+    assert load_adapter(folder, targets()).name == "sql"
+    with pytest.raises(AdapterFormatError, match="needs a name"):
+        load_adapter(folder, targets(), name="")

@@ -121,6 +121,12 @@ def test_a_scale_that_float32_cannot_hold_is_refused() -> None:
         ".*.*.*.*",
         "(a*){9}",
         "a{1,9}{1,9}{1,9}{1,9}",
+        "a?" * 30 + "a" * 30,
+        "(a|a)" * 30 + "b",
+        "((a|b)|(a|b))" * 8,
+        "(a[])]|a)" * 30,
+        r"(a[\]]|a|a)" * 30,
+        ".*.*" + "(a|b)" * 9,
         "x" * 513,
     ],
 )
@@ -130,11 +136,32 @@ def test_patterns_that_could_take_for_ever_are_refused(key: str) -> None:
     assert caught.value.code == "unsafe-pattern"
 
 
-def test_the_slowest_pattern_that_is_allowed_ends() -> None:
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (".*a.*a.*ab", "a" * 256),
+        ("a?" * 21 + "a" * 21 + "b", ("a" * 21 + ".") * 11 + "a"),
+        ("(a|a)" * 21 + "b", "a" * 21 + "c"),
+    ],
+    ids=["repeats", "optional parts", "alternatives"],
+)
+def test_the_slowest_patterns_that_are_allowed_end(key: str, name: str) -> None:
     started = time.monotonic()
-    slow = rule({".*a.*a.*ab": 4})
-    assert slow.of(["a" * 256])[0] == 8
+    assert rule({key: 4}).of([name])[0] == 8
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        rf"model\.layers\.({'|'.join(map(str, range(64)))})\.(self_attn|mlp)\.(q|k|v|up)_proj",
+        r".*\.(0|1|2|3)\..*(q|k)_proj",
+        r"layers\.[0-9]+\.mlp\.(gate_proj|up_proj|down_proj)",
+        r"visual\.blocks\.\d+\.attn\.qkv?",
+    ],
+)
+def test_patterns_as_people_write_them_are_allowed(key: str) -> None:
+    rule({key: 4})
 
 
 def test_many_patterns_on_many_modules_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

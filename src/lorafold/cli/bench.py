@@ -12,9 +12,11 @@ import typer
 
 from lorafold.bench import SITES, Site, Workload, copy_bytes_per_us, geomean, measure, sites_of
 from lorafold.bench.plot import OURS, Series, draw
-from lorafold.cli.output import Json, console, number, print_json, refusals, table, usage_error
+from lorafold.cli.options import Device, device_or_default
+from lorafold.cli.output import Json, console, number, print_json, refusals, table
 from lorafold.cli.progress import progress_bar
 from lorafold.cli.shapes import read_shapes
+from lorafold.errors import BackendError
 from lorafold.numerics import Numerics, resolve
 from lorafold.verify.report import machine_of
 
@@ -57,9 +59,7 @@ def bench(
     numerics: Annotated[
         str | None, typer.Option(help="gemv or mma; without it, the device's default.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda:N; without it, CUDA where there is a device.")
-    ] = None,
+    device: Device = None,
     plot_file: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Draw time over floor (.svg, .png or .pdf)."),
@@ -73,7 +73,7 @@ def bench(
     reference's. The floor is the bytes that must move over the rate of a large copy, measured here.
     """
     with refusals(as_json=as_json):
-        where = _device(device)
+        where = device_or_default(device)
         chosen = resolve(numerics, where)
         sites = list(SITES.values()) if model is None else _sites(model)
         loads = [
@@ -92,19 +92,6 @@ def bench(
         print_json(result)
     else:
         _print(result)
-
-
-def _device(text: str | None) -> torch.device:
-    if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(text)
-    except RuntimeError:
-        raise usage_error(f"--device must be cpu or cuda:N; given: {text}") from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found.type not in _ROWS or (found.type == "cuda" and (found.index or 0) >= count):
-        raise usage_error(f"--device {text} is not there; CUDA devices here: {count}")
-    return found
 
 
 def _sites(model: str) -> list[Site]:
@@ -129,9 +116,7 @@ def _measured(
         rate = copy_bytes_per_us(device)
         for site, rank, num_rows, num_adapters in loads:
             bar.update(task, description=f"{site.name}, rank {rank}, {num_rows} rows")
-            load = Workload(
-                site, rank, num_rows, num_adapters, device=device, copy_bytes_per_us=rate
-            )
+            load = _workload(site, rank, num_rows, num_adapters, device, rate)
             done.append(measure(load, numerics))
             bar.advance(task)
     return {
@@ -142,6 +127,18 @@ def _measured(
     }
 
 
+def _workload(
+    site: Site, rank: int, num_rows: int, num_adapters: int, device: torch.device, rate: float
+) -> Workload:
+    try:
+        return Workload(site, rank, num_rows, num_adapters, device=device, copy_bytes_per_us=rate)
+    except (RuntimeError, MemoryError) as error:
+        raise BackendError(
+            f"{device} has no memory for site {site.name} with {num_rows} rows and {num_adapters} "
+            f"adapters of rank {rank}; hint: lower one of them ({error})"
+        ) from error
+
+
 def _print(result: dict[str, Any]) -> None:
     out = console()
     machine = result["machine"]
@@ -149,7 +146,8 @@ def _print(result: dict[str, Any]) -> None:
         f"{machine['device']}: {machine['name']}, numerics {result['numerics']}", style="bold"
     )
     out.print(
-        f"{result['model']}; a large copy moves {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s\n"
+        f"{result['model']}; a large copy moves {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s\n",
+        markup=False,
     )
     figures = ("layers", "rank", "rows", "adapters", "µs", "floor µs", "over floor")
     rows = table("site", *figures, right=figures)

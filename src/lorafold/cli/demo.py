@@ -6,23 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lorafold.cli.options import BASE, adapter_paths
+from lorafold.cli.options import BASE, Device, adapter_paths, device_or_default
 from lorafold.cli.output import (
     Json,
     console,
-    notices,
     number,
     print_json,
     refusals,
     table,
     usage_error,
 )
+from lorafold.cli.progress import progress_bar
 from lorafold.demo.peft import PeftCheck
 from lorafold.demo.run import PROMPTS, DemoReport, run_demo
 
@@ -60,9 +58,7 @@ def demo(
         list[str] | None, typer.Option(help="Another prompt; may be repeated.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, at most.")] = 32,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda:N; without it, CUDA where there is a device.")
-    ] = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Answer every prompt with the base and with every adapter, in one batch, and prove it.
@@ -80,7 +76,7 @@ def demo(
             adapters,
             tuple(prompt or PROMPTS),
             max_new_tokens,
-            device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            str(device_or_default(device)),
             hidden=as_json,
         )
     if as_json:
@@ -100,13 +96,7 @@ def _with_progress(
     *,
     hidden: bool,
 ) -> DemoReport:
-    columns = (
-        TextColumn("{task.description:36}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=notices(), transient=True, disable=hidden) as bar:
+    with progress_bar(hidden=hidden, width=36) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(what: str, done: int, total: int | None) -> None:

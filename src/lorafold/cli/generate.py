@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lorafold.cli.options import BASE, adapter_paths
+from lorafold.cli.options import BASE, Device, Seed, adapter_paths, device_or_default
 from lorafold.cli.output import Json, console, print_json, refusals, usage_error
-from lorafold.errors import BackendError
+from lorafold.errors import BackendError, LoraError
 from lorafold.peft import parse, ranks_of, targets_of
 
 __all__ = ["generate"]
@@ -40,13 +40,11 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the likeliest token every time.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Seed = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not put prompts into the model's chat template.")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda:N; without it, CUDA where there is a device.")
-    ] = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Generate with several adapters at a time: all answers come from one batch."""
@@ -57,7 +55,7 @@ def generate(
             model,
             paths,
             rows,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=device_or_default(device),
             raw=raw,
             seed=seed,
             max_new_tokens=max_new_tokens,
@@ -97,14 +95,14 @@ def _answers(
     paths: Mapping[str, Path],
     rows: Sequence[tuple[str, str | None]],
     *,
-    device: str,
+    device: torch.device,
     raw: bool,
     seed: int,
     max_new_tokens: int,
     temperature: float,
 ) -> list[dict[str, Any]]:
     """Load everything, run one batch, cut the answers out of it."""
-    # Adapters are read first: a refusal need not wait for the model.
+    # Adapters and prompts are read first: a refusal need not wait for the model.
     specs = {name: parse(path) for name, path in paths.items()}
     rank, expert_rank = ranks_of(specs.values())
     from lorafold.integrations.transformers import load_model, load_tokenizer
@@ -113,6 +111,13 @@ def _answers(
     tokenizer: Any = load_tokenizer(model_path)
     if tokenizer.pad_token is None:
         raise BackendError("the tokenizer has neither a padding nor an end-of-sequence token")
+    texts = [_templated(tokenizer, prompt, raw=raw) for prompt, _ in rows]
+    is_templated = texts[0] is not rows[0][0]
+    batch = tokenizer(
+        texts, return_tensors="pt", padding=True, add_special_tokens=not is_templated
+    ).to(device)
+    if not bool(batch["attention_mask"].any(dim=1).all()):
+        raise LoraError("every prompt needs a token; given: an empty one; hint: leave out --raw")
     lora = attach(
         load_model(model_path, device=device),
         max_loras=max(1, len(paths)),
@@ -122,11 +127,6 @@ def _answers(
     )
     for name, spec in specs.items():
         lora.load(name, spec)
-    texts = [_templated(tokenizer, prompt, raw=raw) for prompt, _ in rows]
-    is_templated = texts[0] is not rows[0][0]
-    batch = tokenizer(
-        texts, return_tensors="pt", padding=True, add_special_tokens=not is_templated
-    ).to(device)
     torch.manual_seed(seed)
     sampling = (
         {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

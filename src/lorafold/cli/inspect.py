@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from lorafold.adapter import LoraWeights
 from lorafold.cli.options import Layout
@@ -14,6 +15,7 @@ from lorafold.cli.output import Json, console, number, print_json, refusals, tab
 from lorafold.cli.shapes import base_tensors, read_shapes
 from lorafold.peft import AdapterSpec, bind, parse
 from lorafold.peft.layouts import ExpertLayout
+from lorafold.refusal import printable
 
 __all__ = ["inspect"]
 
@@ -134,7 +136,8 @@ def _of_model(spec: AdapterSpec, model: str, layout: ExpertLayout | None) -> _Su
 def _print(summary: _Summary, *, every: bool) -> None:
     out = console()
     out.print(summary.path, style="bold", markup=False)
-    out.print(f"trained on: {summary.base_model or 'the file does not say'}", markup=False)
+    trained_on = printable(summary.base_model) or "the file does not say"
+    out.print(f"trained on: {trained_on}", markup=False)
     fits = f", fits {summary.model}" if summary.model else ""
     out.print(
         f"{len(summary.targets)} modules, {summary.num_tensors} tensors, rank up to "
@@ -151,7 +154,12 @@ def _print(summary: _Summary, *, every: bool) -> None:
         one = members[0]
         norms = [row.delta_norm for row in members if row.delta_norm is not None]
         rows.add_row(
-            name, one.kind, str(len(members)), str(one.rank), number(one.scale), _range(norms)
+            escape(name),
+            one.kind,
+            str(len(members)),
+            str(one.rank),
+            number(one.scale),
+            _range(norms),
         )
     out.print(rows)
     for title, lines in (

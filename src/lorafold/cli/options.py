@@ -6,12 +6,21 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
+import torch
 import typer
 
 from lorafold.cli.output import usage_error
 from lorafold.peft.layouts import ExpertLayout
 
-__all__ = ["BASE", "Layout", "adapter_paths"]
+__all__ = [
+    "BASE",
+    "Device",
+    "Layout",
+    "Seed",
+    "adapter_paths",
+    "device_or_default",
+    "parse_device",
+]
 
 BASE = "base"
 """How the command line calls the model without an adapter."""
@@ -35,6 +44,51 @@ Layout = Annotated[
     ),
 ]
 """The option of every command that reads experts for a model."""
+
+
+def parse_device(text: str) -> torch.device:
+    """The device that `--device` names.
+
+    Raises:
+        typer.BadParameter: if it is no CPU or CUDA device of this machine.
+
+    Example:
+        >>> parse_device("cpu")
+        device(type='cpu')
+    """
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise usage_error(f"--device must be cpu or cuda:N; given: {text}") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
+        raise usage_error(f"--device {text} is not there; CUDA devices here: {count}")
+    return device
+
+
+Device = Annotated[
+    torch.device | None,
+    typer.Option(
+        parser=parse_device,
+        metavar="DEVICE",
+        help="cpu or cuda:N; without it, CUDA where there is a device.",
+    ),
+]
+"""The option of every command that computes."""
+
+
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random numbers.")]
+"""The option of every command that draws some."""
+
+
+def device_or_default(device: torch.device | None) -> torch.device:
+    """What `--device` says; without it, CUDA where there is a device.
+
+    Example:
+        >>> device_or_default(torch.device("cpu"))
+        device(type='cpu')
+    """
+    return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def adapter_paths(texts: Sequence[str], *, taken: Collection[str] = ()) -> dict[str, Path]:

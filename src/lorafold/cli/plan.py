@@ -9,8 +9,10 @@ import torch
 import typer
 
 from lorafold.adapter import ExpertShape, TargetShape
-from lorafold.cli.output import Json, console, print_json, refusals, size_text, table, usage_error
+from lorafold.cli.options import parse_device
+from lorafold.cli.output import Json, console, print_json, refusals, size_text, table
 from lorafold.cli.shapes import read_shapes
+from lorafold.device_memory import free_bytes
 from lorafold.errors import ModelError
 from lorafold.expert_pool import expert_pool_bytes
 from lorafold.pool import pool_bytes
@@ -30,7 +32,12 @@ def plan(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Compare with the free memory of this CUDA device.")
+        torch.device | None,
+        typer.Option(
+            parser=parse_device,
+            metavar="DEVICE",
+            help="Compare with its free memory: cpu or cuda:N.",
+        ),
     ] = None,
     max_expert_rank: Annotated[
         int | None,
@@ -54,7 +61,7 @@ def plan(
         experts = shapes.experts if max_expert_rank else {}
         linear_bytes = pool_bytes(targets, max_loras, max_rank)
     expert_bytes = expert_pool_bytes(experts, max_loras, max_expert_rank or 0) if experts else 0
-    free = None if device is None else _free(device)
+    free = None if device is None else free_bytes(device)
     shown = {
         "model": shapes.name,
         "max_loras": max_loras,
@@ -108,11 +115,3 @@ def _by_kind(targets: Mapping[str, TargetShape], max_rank: int) -> dict[str, tup
         key = f"{leaf} {shape.in_features} -> {shape.out_features}"
         groups.setdefault(key, {})[path] = shape
     return {key: (len(group), pool_bytes(group, 1, max_rank)) for key, group in groups.items()}
-
-
-def _free(device: str) -> int:
-    try:
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
-    except (RuntimeError, ValueError, AssertionError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise usage_error(f"--device must be a CUDA device of this machine: {first}") from None

@@ -9,14 +9,15 @@ from lorafold.cli.output import notices
 __all__ = ["progress_bar"]
 
 
-def progress_bar(*, hidden: bool) -> Progress:
+def progress_bar(*, hidden: bool, width: int = 22) -> Progress:
     """A bar on stderr that vanishes at the end: what is done, how much, how long it took.
 
     Args:
         hidden: show nothing, because a program reads the output.
+        width: of what is being done, in characters.
     """
     columns = (
-        TextColumn("{task.description:22}"),
+        TextColumn(f"{{task.description:{width}}}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

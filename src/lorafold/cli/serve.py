@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lorafold.cli.options import adapter_paths
+from lorafold.cli.options import Device, adapter_paths, device_or_default
 from lorafold.cli.output import notices, refusals, usage_error
 from lorafold.errors import BackendError
 from lorafold.peft import parse, ranks_of, targets_of
@@ -74,9 +74,7 @@ def serve(  # noqa: PLR0913 (the flags of a command)
     drain_seconds: Annotated[
         int, typer.Option(min=0, help="On SIGTERM, time for what runs to end.")
     ] = 60,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda:N; without it, CUDA where there is a device.")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Serve a model and its adapters: a client names an adapter as its `model`.
 
@@ -95,7 +93,7 @@ def serve(  # noqa: PLR0913 (the flags of a command)
         engine = _start_engine(
             model,
             paths,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=device_or_default(device),
             attaching={
                 "max_loras": max_loras,
                 "max_rank": max_rank,
@@ -148,7 +146,7 @@ def _start_engine(
     model_path: str,
     paths: dict[str, Path],
     *,
-    device: str,
+    device: torch.device,
     attaching: dict[str, Any],
     running: dict[str, Any],
 ) -> Any:

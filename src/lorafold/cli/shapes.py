@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lorafold.adapter import ExpertShape, TargetShape
 from lorafold.errors import BackendError, ModelError
+from lorafold.layers.probe import features, is_embedding
 
 __all__ = ["ModelShapes", "base_tensors", "read_shapes"]
 
@@ -120,12 +121,8 @@ def read_shapes(model: str | Path) -> ModelShapes:
 
 
 def _linear(module: nn.Module) -> TargetShape | None:
-    """All linear layers say in_features, but GPT-2's, which says nx."""
-    for names in (("in_features", "out_features"), ("nx", "nf")):
-        k_in, n_out = (getattr(module, name, None) for name in names)
-        if isinstance(k_in, int) and isinstance(n_out, int):
-            return TargetShape(k_in, n_out)
-    return None
+    sizes = None if is_embedding(module) else features(module)
+    return None if sizes is None else TargetShape(*sizes)
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.markup import escape
 
+from lorafold.cli.options import Device, Seed
 from lorafold.cli.output import Json, console, print_json, refusals, table, usage_error
 from lorafold.cli.progress import progress_bar
 from lorafold.verify import Line, Report, replay, run
@@ -24,13 +26,11 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and smaller cases: seconds instead of minutes.")
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda:N; without it, CUDA where there is a device.")
-    ] = None,
+    device: Device = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Run this check only; may be repeated.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random operands.")] = 0,
+    seed: Seed = 0,
     case: Annotated[
         Path, typer.Option(help="Where the smallest failing case is written, if one fails.")
     ] = Path("lorafold-verify-case.safetensors"),
@@ -76,7 +76,7 @@ def verify(
 
 
 def _with_progress(
-    quick: bool, device: str | None, seed: int, only: list[str] | None, *, hidden: bool
+    quick: bool, device: torch.device | None, seed: int, only: list[str] | None, *, hidden: bool
 ) -> Report:
     with progress_bar(hidden=hidden) as bar:
         task = bar.add_task("starting")
@@ -133,4 +133,5 @@ def _print(report: Report, written: Path | None) -> None:
         if failure.note:
             out.print(f"  {failure.note}", markup=False)
     if written is not None:
-        out.print(f"written to `{written}`; again: lorafold verify --replay {written}")
+        again = f"written to `{written}`; again: lorafold verify --replay {written}"
+        out.print(again, markup=False)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -72,7 +73,7 @@ def write_peft(
 
     Args:
         adapter: what to write; its factors are bfloat16 and stay so.
-        folder: where; it must not exist, or be empty.
+        folder: where; it must not exist, or be empty, and is not the current one.
         shapes: the shapes of its targets.
         parameters: targets that PEFT takes for parameters instead of layers, as it does routers.
 
@@ -80,18 +81,21 @@ def write_peft(
         LoraError: if the folder is in use or cannot be written, or what was written does not read
             back as the same adapter.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise LoraError(f"`{folder}` exists and is not empty; hint: name a new folder")
-    partial = folder.with_name(f".{folder.name}.partial")
     try:
-        partial.mkdir(parents=True)
-        try:
+        whole = folder.resolve()
+        if whole == Path.cwd():
+            raise LoraError(f"`{folder}` is the current folder; hint: name a new folder")
+        if whole.exists() and (not whole.is_dir() or any(whole.iterdir())):
+            raise LoraError(f"`{folder}` exists and is not empty; hint: name a new folder")
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        # On the same file system, so that moving is one step.
+        with TemporaryDirectory(dir=whole.parent, prefix=f".{whole.name}.") as place:
+            partial = Path(place) / whole.name
+            partial.mkdir()
             _write(adapter, partial, shapes, parameters)
             _check_equal(adapter, partial, shapes)
-            partial.replace(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
+            partial.replace(whole)
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise LoraError(f"`{folder}` cannot be written: {error}") from error
 
 

@@ -27,9 +27,8 @@ from lorafold.pool import Pool
 __all__ = ["MoeTargets", "find_moe", "wrap_moe"]
 
 _FLAGS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
-_TOLERANCE = (
-    0.05  # relative, between two orders of the same bf16 sums; what differs otherwise is > 1
-)
+# Relative, between two orders of the same bf16 sums; what differs otherwise is > 1.
+_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ def find_moe(model: nn.Module, device: torch.device, *, with_experts: bool = Tru
     experts: dict[str, Any] = {path: m for path, m in model.named_modules() if _is_experts(m)}
     if not experts:
         raise ModelError(
-            f"{type(model).__name__} has no routed experts; hint: leave out max_expert_rank"
+            f"{type(model).__name__} has no routed experts; hint: leave out max_expert_rank; are "
+            "the adapters of another model?"
         )
     routers = _routers(model, experts)
     calls = _probe(model, {**experts, **routers})

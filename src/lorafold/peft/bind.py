@@ -88,7 +88,7 @@ def bind(
         message = "none of its modules is a target of the model"
         raise decisions.refuse(Refusal.UNMATCHED_PATH, message)
     return Adapter(
-        name=name or Path(spec.source).name or spec.source,
+        name=(Path(spec.source).name or spec.source) if name is None else name,
         weights=weights,
         experts=loras,
         source=spec.source,

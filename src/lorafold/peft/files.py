@@ -49,11 +49,22 @@ def _allowed_roots(folder: Path) -> list[Path]:
 
 
 def _open_plainly(path: Path) -> BinaryIO:
-    """Open without following a link, and without waiting for the other end of a pipe."""
+    """Open a regular file, without following a link or waiting for the other end of a pipe.
+
+    Raises:
+        OSError: if it cannot be opened, or is no regular file.
+    """
     flags = os.O_RDONLY
     for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"):  # not every system has all
         flags |= getattr(os, name, 0)
-    return os.fdopen(os.open(path, flags), "rb")
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is no regular file")
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 @dataclass(frozen=True)
@@ -125,12 +136,9 @@ class Folder:
             raise self._decisions.refuse(Refusal.ESCAPING_PATH, message)
         try:
             file = self._stack.enter_context(_open_plainly(real))
-            status = os.fstat(file.fileno())
         except OSError as error:
             raise self._broken(name, str(error)) from None
-        if not stat.S_ISREG(status.st_mode):
-            raise self._broken(name, "it is no regular file")
-        return file, status.st_size
+        return file, os.fstat(file.fileno()).st_size
 
     def _read_text(self, name: str, refusal: Refusal) -> bytes:
         file, size = self._open(name)

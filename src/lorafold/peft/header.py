@@ -17,6 +17,7 @@ _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+_MAX_AXES = 64  # of a tensor of PyTorch; and the product of a longer shape could take hours
 
 
 @dataclass(frozen=True)
@@ -99,18 +100,8 @@ def check_header(header: bytes, data_bytes: int, file: str) -> dict[str, TensorI
     infos: dict[str, TensorInfo] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"the entry of `{name[:200]}` is malformed")
-        dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
-            raise ValueError(f"the shape or the offsets of `{name[:200]}` are malformed")
-        item_bytes = _ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
-        if item_bytes is None:
-            raise ValueError(f"the dtype of `{name[:200]}` is not known: {str(dtype)[:50]}")
-        if span[1] - span[0] != prod(shape) * item_bytes:
-            raise ValueError(f"`{name[:200]}` has the offsets {span} for {shape} of {dtype}")
-        infos[name] = TensorInfo(dtype, tuple(shape), file)
-        spans.append((span[0], span[1], name))
+        infos[name], (start, stop) = _check_entry(name[:200], entry, file)
+        spans.append((start, stop, name))
     end = 0
     for start, stop, name in sorted(spans):
         if start != end:
@@ -119,6 +110,24 @@ def check_header(header: bytes, data_bytes: int, file: str) -> dict[str, TensorI
     if end != data_bytes:
         raise ValueError(f"the header describes {end} bytes of data; the file has {data_bytes}")
     return infos
+
+
+def _check_entry(name: str, entry: object, file: str) -> tuple[TensorInfo, tuple[int, int]]:
+    """What a header says of one tensor: itself, and where it begins and ends in the data."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of `{name}` is malformed")
+    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+        raise ValueError(f"the shape or the offsets of `{name}` are malformed")
+    if len(shape) > _MAX_AXES:
+        raise ValueError(f"`{name}` has {len(shape)} axes; allowed: {_MAX_AXES}")
+    item_bytes = _ITEM_BYTES.get(dtype) if isinstance(dtype, str) else None
+    if item_bytes is None:
+        raise ValueError(f"the dtype of `{name}` is not known: {str(dtype)[:50]}")
+    start, stop = span
+    if stop - start != prod(shape) * item_bytes:
+        raise ValueError(f"`{name}` has the offsets {span} for {shape} of {dtype}")
+    return TensorInfo(dtype, tuple(shape), file), (start, stop)
 
 
 def _are_sizes(value: object) -> bool:

@@ -106,7 +106,7 @@ def read_name(raw: str) -> TensorName | Refusal:
         'dora'
     """
     segments = [segment for segment in raw.split(".") if segment not in _WRAPPERS]
-    if len(raw) > _MAX_LENGTH or not all(segments):
+    if len(raw) > _MAX_LENGTH or not raw.isprintable() or not all(segments):
         return Refusal.UNKNOWN_TENSOR
     for segment in segments:
         if segment in _REFUSED_SEGMENTS:

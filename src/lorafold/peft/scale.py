@@ -20,7 +20,9 @@ __all__ = ["ScaleRule", "round_scale"]
 
 _MAX_KEYS = 20_000
 _MAX_KEY_LENGTH = 512
-_MAX_OPEN_REPEATS = 3
+# A second or so of matching; no more than three open repeats.
+_MAX_WAYS = 4_000_000
+_WAYS_OF_A_REPEAT = 150
 _MATCH_SECONDS = 10.0
 _PLAIN_KEY = re.compile(r"[\w.]+")
 
@@ -45,8 +47,9 @@ class _Pattern:
         self.key = key
         if len(key) > _MAX_KEY_LENGTH or not _is_safe(key):
             message = (
-                f"the pattern `{key[:100]}` could take exponential time to match; allowed: at most "
-                f"{_MAX_KEY_LENGTH} characters, {_MAX_OPEN_REPEATS} open repeats, no repeated group"
+                f"the pattern `{key[:100]}` could take for ever to match; allowed: at most "
+                f"{_MAX_KEY_LENGTH} characters, no repeated group, and three open repeats, or "
+                "fewer beside alternatives and optional parts; hint: split it"
             )
             raise decisions.refuse(Refusal.UNSAFE_PATTERN, message)
         try:
@@ -60,14 +63,32 @@ class _Pattern:
 
 
 def _is_safe(key: str) -> bool:
-    """Whether matching takes polynomial time: few open repeats, and none of a group."""
+    """Whether there are few ways to match: `re` may try all of them, and cannot be interrupted."""
     if _PLAIN_KEY.fullmatch(key):
         return True
-    bare = re.sub(r"\\.|\[[^\]]*\]", "x", key)
+    bare = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "x", key)
     is_group_repeated = re.search(r"\)\s*[*+{?]", bare) is not None
     is_extended = "(?" in bare or re.search(r"\\\d", key) is not None
-    num_repeats = len(re.findall(r"[*+{]", bare))
-    return not is_group_repeated and not is_extended and num_repeats <= _MAX_OPEN_REPEATS
+    return not is_group_repeated and not is_extended and _num_ways(bare) <= _MAX_WAYS
+
+
+def _num_ways(bare: str) -> int:
+    """An open repeat counts as many, an optional part as two, a group as its alternatives.
+
+    Args:
+        bare: a pattern without escapes and sets.
+    """
+    num_repeats, num_optional = (len(re.findall(each, bare)) for each in ("[*+{]", r"[^*+?}]\?"))
+    ways: int = _WAYS_OF_A_REPEAT**num_repeats * 2**num_optional
+    open_groups = [1]
+    for character in bare:
+        if character == "(":
+            open_groups.append(1)
+        elif character == "|":
+            open_groups[-1] += 1
+        elif character == ")" and len(open_groups) > 1:
+            ways *= open_groups.pop()
+    return ways * open_groups[0]
 
 
 class ScaleRule:
