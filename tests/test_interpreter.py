@@ -6,7 +6,6 @@ On a GPU the interpreter is off, and so are these tests.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 
 from lorafold.numerics import HOPPER, TensorCoreModel
 from lorafold.ops.reference import fold, mma_chain, mma_dot, round_bf16
+from lorafold.verify.golden import RECORDINGS
 from tests import interpreter
 from tests.ops import literal
 from tests.ops.literal import assert_same, random_bf16
@@ -211,7 +211,7 @@ def test_dot_is_a_chain_of_steps(k, spread, block_k):
 
 
 def test_dot_equals_the_recorded_hardware():
-    golden = load_file(Path(__file__).parent / "data" / "h200_bf16_mma.safetensors")
+    golden = load_file(RECORDINGS)
     for case in sorted({name.rsplit("/", 1)[0] for name in golden if name.startswith("step/")}):
         x, w, c, expected = (golden[f"{case}/{name}"] for name in ("x", "w", "c", "out"))
         out = torch.empty(64, 64)

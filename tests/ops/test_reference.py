@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -277,6 +278,36 @@ def test_tiles_side_by_side_are_each_alone(k, spread, numerics):
                 matrix = columns.reshape(tiles, -1, k)[tile]
                 expected = dot(own[:, tile], matrix, numerics)
                 assert_same(dots.reshape(num_rows, tiles, -1)[:, tile], expected)
+
+
+def some_tiles(seed: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Operands of `tile_dots`, of another shape for every seed."""
+    k, widths = (8, 520, 72, 1030, 9)[seed % 5], [3 + seed, 40]
+    return random_bf16(seed, 1, 2, 2, k), random_bf16(seed + 1, 2 * sum(widths), k), widths
+
+
+def test_tiles_of_one_shape_do_not_see_those_of_another(monkeypatch):
+    """All shapes of a thread work in the same memory, and only some are remembered."""
+    alone = [tile_dots(*some_tiles(seed), "gemv") for seed in range(5)]
+    monkeypatch.setattr(gemv, "_REMEMBERED", 3)
+    for seed in (3, 0, 1, 4, 2, 2, 1, 0, 3, 4):
+        assert_same(tile_dots(*some_tiles(seed), "gemv"), alone[seed])
+    for result, (x, w, widths) in zip(alone, map(some_tiles, range(5)), strict=True):
+        columns = w.split([2 * n for n in widths])
+        first = dot(x[0, :, 0], columns[0][: widths[0]], "gemv")
+        assert_same(result[:, : widths[0]], first)  # what was returned stays as it was
+
+
+def test_threads_do_not_share_the_memory_of_tiles():
+    alone = [tile_dots(*some_tiles(seed), "gemv") for seed in range(5)]
+
+    def run(first: int) -> None:
+        for i in range(40):
+            seed = (first + i) % 5
+            assert_same(tile_dots(*some_tiles(seed), "gemv"), alone[seed])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
 
 
 def test_blocks_of_tiles_do_not_change_bits(monkeypatch):

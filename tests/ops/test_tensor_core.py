@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,10 +13,11 @@ from lorafold.errors import BackendError, RouteError
 from lorafold.numerics import HOPPER, TensorCoreModel
 from lorafold.ops import tensor_core
 from lorafold.ops.reference import mma_chain, mma_dot
+from lorafold.verify.golden import RECORDINGS
 from tests.ops import literal
 from tests.ops.literal import SPECIAL, assert_same, from_patterns, random_bf16
 
-GOLDEN = load_file(Path(__file__).parents[1] / "data" / "h200_bf16_mma.safetensors")
+GOLDEN = load_file(RECORDINGS)
 CASES = sorted({name.rsplit("/", 1)[0] for name in GOLDEN})
 AMPERE = TensorCoreModel(step=8, bits=24)
 PATTERNS = st.integers(0, 0xFFFF) | st.sampled_from(SPECIAL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import hashlib
 
 import pytest
 import torch
@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from lorafold.numerics import HOPPER
+from lorafold.numerics import HOPPER, SEGMENT
 from lorafold.ops import reference
 from lorafold.verify import golden, literal
 from lorafold.verify.check import compare
 from tests.ops.literal import SPECIAL
 from tests.verify.test_case import small
+
+RECORDED = "2283196463615fa143e730472e1b3f4f78e5e1ab37190fd5cfa398a70c8a3e63"
 
 
 def recorded_steps() -> list[str]:
@@ -58,8 +60,19 @@ def test_the_fold_in_words_equals_the_reference(out, delta, scale):
     assert not compare(small(), computed, expected).differences
 
 
-def test_the_shipped_recordings_are_the_tested_ones():
-    other = Path(__file__).parent / "data" / golden.RECORDINGS.name
-    if other.exists():
-        assert other.read_bytes() == golden.RECORDINGS.read_bytes()
+def test_the_recordings_are_those_of_the_h200() -> None:
+    assert hashlib.sha256(golden.RECORDINGS.read_bytes()).hexdigest() == RECORDED
     assert len(recorded_steps()) == 13
+
+
+def test_the_constants_are_those_of_the_contract() -> None:
+    """The words, the reference and the kernels share them."""
+    assert (HOPPER.step, HOPPER.bits, SEGMENT) == (16, 25, 1024)
+
+
+def test_chains_of_segments_are_added_apart() -> None:
+    """Control: one chain over both segments truncates what two chains keep."""
+    x = [1.0] * SEGMENT + [2.0**-5] * 512
+    w = [4096.0] * SEGMENT + [1.0] * 512
+    assert literal.chain(x, w) != literal.dot(x, w, "mma")
+    assert literal.chain(x[:SEGMENT], w[:SEGMENT]) == literal.dot(x[:SEGMENT], w[:SEGMENT], "mma")

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from lorafold.numerics import HOPPER, SEGMENT, Numerics, TensorCoreModel
 
-__all__ = ["dot", "fold", "fold_row", "step"]
+__all__ = ["add", "chain", "dot", "fold", "fold_row", "nearest", "step"]
 
 _BF16 = 7  # digits after the first
 _FP32 = 23
@@ -34,8 +34,13 @@ def _float(value: Fraction, sign_of: float) -> float:
     return float(value) if value else math.copysign(0.0, sign_of)
 
 
-def _nearest(value: Fraction, digits: int) -> float:
-    """Round to nearest, ties to even; what becomes zero keeps its sign."""
+def nearest(value: Fraction, digits: int) -> float:
+    """Round to nearest, ties to even; what becomes zero keeps its sign.
+
+    Example:
+        >>> nearest(Fraction(257, 256), digits=7), nearest(Fraction(259, 256), digits=7)
+        (1.0, 1.015625)
+    """
     if not value:
         return 0.0
     unit = Fraction(2) ** (_exponent(value) - digits)
@@ -45,15 +50,20 @@ def _nearest(value: Fraction, digits: int) -> float:
 def _bf16(value: float) -> float:
     if not math.isfinite(value) or not value:
         return value
-    return _nearest(Fraction(value), _BF16)
+    return nearest(Fraction(value), _BF16)
 
 
-def _add(value: float, product: float) -> float:
-    """fp32 value + product, rounded once; the product is exact as a Python float."""
+def add(value: float, product: float) -> float:
+    """fp32 value + product, rounded once; the product is exact as a Python float.
+
+    Example:
+        >>> add(1.0, 2.0**-24), add(1.0, 2.0**-23)
+        (1.0, 1.0000001192092896)
+    """
     total = value + product
     if not math.isfinite(total) or not total:
         return total  # infinities, NaN and the sign of a zero are those of Python's own addition
-    return _nearest(Fraction(value) + Fraction(product), _FP32)
+    return nearest(Fraction(value) + Fraction(product), _FP32)
 
 
 def _gemv(x: Sequence[float], w: Sequence[float]) -> float:
@@ -69,9 +79,9 @@ def _gemv(x: Sequence[float], w: Sequence[float]) -> float:
         order += range(num_vectors * _VECTOR + lane, len(x), _LANES)
         acc = 0.0
         for k in order:
-            acc = _add(acc, x[k] * w[k])
+            acc = add(acc, x[k] * w[k])
         lanes.append(acc)
-    return _add(_tree(lanes[: _LANES // 2]), _tree(lanes[_LANES // 2 :]))
+    return add(_tree(lanes[: _LANES // 2]), _tree(lanes[_LANES // 2 :]))
 
 
 def _tree(values: Sequence[float]) -> float:
@@ -79,7 +89,7 @@ def _tree(values: Sequence[float]) -> float:
     middle = len(values) // 2
     if not middle:
         return values[0]
-    return _tree([_add(p, q) for p, q in zip(values[:middle], values[middle:], strict=True)])
+    return _tree([add(p, q) for p, q in zip(values[:middle], values[middle:], strict=True)])
 
 
 def step(c: float, x: Sequence[float], w: Sequence[float], model: TensorCoreModel) -> float:
@@ -103,16 +113,25 @@ def step(c: float, x: Sequence[float], w: Sequence[float], model: TensorCoreMode
     return _float(math.trunc(total / unit) * unit, 1.0)
 
 
+def chain(
+    x: Sequence[float], w: Sequence[float], model: TensorCoreModel = HOPPER, c: float = 0.0
+) -> float:
+    """Section 3: steps in ascending order, from an fp32 accumulator.
+
+    Example:
+        >>> chain([0.5] * 17, [2.0] * 17, c=1.0)
+        18.0
+    """
+    for k in range(0, len(x), model.step):
+        c = step(c, x[k : k + model.step], w[k : k + model.step], model)
+    return c
+
+
 def _mma(x: Sequence[float], w: Sequence[float], model: TensorCoreModel) -> float:
-    """Section 3: a chain of steps per segment, the segments added in ascending order."""
+    """Section 3: a chain per segment, the segments added in ascending order."""
     total = 0.0
-    for begin in range(0, len(x), SEGMENT):
-        end = min(begin + SEGMENT, len(x))
-        chain = 0.0
-        for k in range(begin, end, model.step):
-            stop = min(k + model.step, end)
-            chain = step(chain, x[k:stop], w[k:stop], model)
-        total = _add(total, chain)
+    for k in range(0, len(x), SEGMENT):
+        total = add(total, chain(x[k : k + SEGMENT], w[k : k + SEGMENT], model))
     return total
 
 
@@ -140,8 +159,8 @@ def fold(out: float, delta: float, scale: float) -> float:
     """
     product = scale * delta  # exact: 24 + 8 bits
     if math.isfinite(product) and product:
-        product = _nearest(Fraction(product), _FP32)
-    return _bf16(_add(out, product))
+        product = nearest(Fraction(product), _FP32)
+    return _bf16(add(out, product))
 
 
 def fold_row(
