@@ -83,11 +83,11 @@ def gemv_dot(x: Tensor, w: Tensor) -> Tensor:
             own = (operand_block(side, block, 1) for side in (left, right))
             for a, b in zip(*own, strict=True):
                 accumulate(active, a, b)
-        by_lane = acc.movedim(-1, 0) if rows_inner else _transposed(acc.view(-1, lanes))
-        tree, left, right = _tree(by_lane.reshape(lanes, -1))
+        by_lane = acc.movedim(-1, 0) if rows_inner else acc.view(-1, lanes).t()
+        tree, one, other = _tree(by_lane.reshape(lanes, -1).contiguous())
         for low, high in tree:
             low.add_(high)
-        part.copy_((left + right).view(part.shape))
+        part.copy_((one + other).view(part.shape))
     return out
 
 
@@ -121,13 +121,13 @@ def gemv_tiles(x: Tensor, w: Tensor, widths: Sequence[int]) -> Tensor:
     held = max(1, _TILE_LANES // (num_columns * _lanes(k)))
     size = -(-num_rows // -(-num_rows // held))
     with torch.inference_mode():  # views and small operations cost less there
-        bench = _BENCHES.of(_TileShape(size, x_groups, tiles, k, tuple(widths)))
-        bench.take_w(w)
-        out = torch.empty(num_rows, num_columns, dtype=torch.float32)
+        sums = _SUMS.of(_TileShape(size, x_groups, tiles, k, tuple(widths)))
+        sums.take_w(w)
+        out = torch.empty(num_rows, num_columns, dtype=torch.float32, device="cpu")
         for start in range(0, num_rows, size):
             first = min(start, num_rows - size)
-            bench.take_x(x.narrow(1, first, size).transpose(0, 1))
-            bench.sum_into(out.narrow(0, first, size), accumulate)
+            sums.take_x(x.narrow(1, first, size).transpose(0, 1))
+            sums.sum_into(out.narrow(0, first, size), accumulate)
     return out
 
 
@@ -157,7 +157,7 @@ class _TileShape(NamedTuple):
         return [x, self.num_columns * self.k, accumulators, by_lane]
 
 
-class _Bench:
+class _TileSums:
     """Memory and views for tiles of one shape.
 
     A decode step has few shapes, and each many times; making the views takes as long as the sums.
@@ -221,26 +221,29 @@ class _Bench:
         torch.add(*self._root, out=out.view(-1))
 
 
-class _Benches(threading.local):
-    """The benches of a thread, one after the other in the same memory."""
+class _SumsOfThread(threading.local):
+    """Sums of the latest shapes of a thread, which work one after the other in the same memory.
+
+    The memory is as large as the largest needs: what one call converts to fp32 at a time.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.float32)
-        self._known: dict[_TileShape, _Bench] = {}
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._known: dict[_TileShape, _TileSums] = {}
 
-    def of(self, shape: _TileShape) -> _Bench:
+    def of(self, shape: _TileShape) -> _TileSums:
         found = self._known.get(shape)
         if found is None:
             size = sum(shape.sizes)
             if size > self._memory.numel() or len(self._known) == _REMEMBERED:
                 self._known.clear()
             if size > self._memory.numel():
-                self._memory = torch.empty(size, dtype=torch.float32)
-            found = self._known[shape] = _Bench(shape, self._memory[:size])
+                self._memory = torch.empty(size, dtype=torch.float32, device="cpu")
+            found = self._known[shape] = _TileSums(shape, self._memory[:size])
         return found
 
 
-_BENCHES = _Benches()
+_SUMS = _SumsOfThread()
 
 
 class _Room:
@@ -262,15 +265,16 @@ class _Room:
         start = 0
         for steps, count in zip((_VECTOR, 1), divmod(k, _VECTOR), strict=True):
             if count:
-                size = steps * count
-                part = memory[math.prod(outer) * start :][: math.prod(outer) * size]
+                end = start + steps * count
+                part = memory[math.prod(outer) * start : math.prod(outer) * end]
                 body = _laid_out(part, (steps, *outer), count, rows_inner)
                 self.bodies.append(body)
-                self._by_vector.append((start, size, body.movedim(0, -1)))
-                start += size
+                self._by_vector.append((start, end - start, body.movedim(0, -1)))
+                start = end
 
     def fill(self, t: Tensor) -> None:
-        """Write t, bf16, of the operand's shape, here; one copy also converts to fp32."""
+        """Write t, bf16, of the operand's shape, here."""
+        # One strided copy that also converts takes half the time of `t().contiguous()`.
         for start, size, body in self._by_vector:
             part = t if size == t.shape[-1] else t.narrow(-1, start, size)
             body.copy_(part.view(body.shape))
@@ -305,28 +309,10 @@ def _rounds(body: Tensor) -> Sequence[Tensor]:
 
 def _bodies(t: Tensor, rows_inner: bool) -> list[Tensor]:
     """[..., rows, K] bf16 -> [8, ..., rows, vectors] and [1, ..., rows, tail], if any, fp32."""
-    vectors, tail = divmod(int(t.shape[-1]), _VECTOR)
-    bodies = []
-    if vectors:
-        body = t[..., : vectors * _VECTOR] if tail else t
-        bodies.append(_by_lane(body, _VECTOR, rows_inner))
-    if tail:
-        bodies.append(_by_lane(t[..., vectors * _VECTOR :], 1, rows_inner))
-    return bodies
-
-
-def _by_lane(t: Tensor, steps: int, rows_inner: bool) -> Tensor:
-    """[..., rows, lanes * steps] bf16 -> [steps, ..., rows, lanes] fp32."""
-    *outer, k = t.shape
-    if rows_inner:
-        return _transposed(t.reshape(-1, k)).view(k // steps, steps, *outer).movedim(0, -1)
-    return _transposed(t.reshape(-1, steps)).view(steps, *outer, k // steps)
-
-
-def _transposed(t: Tensor) -> Tensor:
-    """[rows, columns] bf16 | fp32 -> [columns, rows] fp32, contiguous."""
-    # One strided copy that also converts takes half the time of `t().contiguous()`.
-    return torch.empty(t.shape[1], t.shape[0], dtype=torch.float32).copy_(t.t())
+    memory = torch.empty(t.numel(), dtype=torch.float32, device="cpu")
+    room = _Room(memory, tuple(t.shape), rows_inner)
+    room.fill(t)
+    return room.bodies
 
 
 def _zeros(shape: Sequence[int], rows_inner: bool) -> Tensor:

@@ -20,8 +20,8 @@ _SMALLEST_SUBNORMAL = 5e-324
 # dtype -> the mask of all bits but the sign, as an integer of that size (a tensor is faster than a
 # number), and where the exponent starts
 _PATTERN = {
-    torch.bfloat16: (torch.tensor(0x7FFF, dtype=torch.int16), 7),
-    torch.float32: (torch.tensor(0x7FFF_FFFF, dtype=torch.int32), 23),
+    torch.bfloat16: (torch.tensor(0x7FFF, dtype=torch.int16, device="cpu"), 7),
+    torch.float32: (torch.tensor(0x7FFF_FFFF, dtype=torch.int32, device="cpu"), 23),
 }
 
 
