@@ -17,9 +17,9 @@ from lorafold.integrations.vllm.fold import check_rows
 from lorafold.integrations.vllm.tables import SlotTables
 from lorafold.integrations.vllm.target import require_in_place
 from lorafold.integrations.vllm.weighted import fold_delta
-from lorafold.ops.keys import gather_keys
+from lorafold.ops.keys import make_gathered_plan
 from lorafold.ops.levers import NO_APPLY
-from lorafold.ops.plan import Plan, make_plan
+from lorafold.ops.plan import Plan
 from lorafold.ops.routed import routed_delta
 from lorafold.ops.tiles import max_tiles, plan_rows
 
@@ -156,8 +156,8 @@ class ExpertTarget:
             experts = expert_map[experts.long()]
         num_experts, max_loras = self.w13.num_experts, self.w13.max_loras
         plan = _unfilled_plan(experts.shape[0], max_loras * num_experts, experts.device)
-        gather_keys(experts, slots, topk_ids.shape[1], num_experts, max_loras, out=plan.keys)
-        return make_plan(plan.keys, plan.num_keys, plan=plan)
+        top_k = topk_ids.shape[1]
+        return make_gathered_plan(experts, slots, top_k, num_experts, max_loras, plan)
 
     def _route(
         self,
