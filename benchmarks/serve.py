@@ -19,10 +19,9 @@ is the repeat of median speed.
 Some answers of each mix are compared with the same requests alone; if fewer than --min-equal are
 the same, the run stops. A base whose rows depend on the batch, as on a GPU, cannot give 1.
 
-`server_ms_per_step` is what a step of the server takes beyond the model's forward: by the server's
-own clocks, if `/metrics` has them, all of its steps less all forwards in them, over their number;
-or else, for the tiny model, the median by `benchmarks.forward_clock`, idle moments included. What
-the host does while a GPU is at a forward is in neither.
+`server_ms_per_step` is what a step of the server takes beyond the model's forward: by the clocks in
+its `/metrics`, if it has them, all of its steps less all forwards in them, over their number. What
+the host does while a GPU is at a forward is not in it.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ async def measure(
         for answer in answers
         if len(answer.times) > 1
     ]
-    own_ms = clock(begin, end) if clock is not None else None
+    own_ms = clock() if clock is not None else None
     return {
         "tokens_per_s": round(len(answers) * options.max_tokens / (end - begin), 1),
         "first_token_ms": round(1e3 * statistics.median(firsts), 1),
@@ -161,7 +160,7 @@ async def _run(
     record["warm_up_s"] = round(time.perf_counter() - start, 1)
     print(f"warm_up_s {record['warm_up_s']}", flush=True)
     alone = {mix: await _alone(client, models, options) for mix, models in mixes.items()}
-    clock = metrics_clock(target.url, options.api_key) or target.clock
+    clock = metrics_clock(target.url, options.api_key)
     repeats: dict[str, list[dict[str, Any]]] = {mix: [] for mix in mixes}
     for _ in range(options.repeats):
         for mix, models in mixes.items():

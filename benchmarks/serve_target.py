@@ -1,4 +1,4 @@
-"""The server that the serving benchmark asks, and the clocks that say what it spends itself."""
+"""The server that the serving benchmark asks, and its clocks, which say what it spends itself."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from tests.server.process import ALIKE, Process
+from tests.server.process import Process
 
-from benchmarks.forward_clock import own_ms
 from benchmarks.serve_models import MODEL, SHAPES, adapter_folders, write_apart, write_tiny
 
 __all__ = ["Clock", "Target", "metrics_clock", "own_server"]
 
-Clock = Callable[[float, float], float | None]
-"""Milliseconds per step that the server spent outside forwards, between two moments of
-`time.perf_counter`."""
-
-_CLOCKED = f"{ALIKE}; from benchmarks.forward_clock import main; main()"
+Clock = Callable[[], float | None]
+"""Milliseconds per step that the server spent outside forwards, since the last call."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +31,10 @@ class Target:
 
     Args:
         url: its address.
-        clock: of its own work, where the benchmark has one.
         about: what the record says of it.
     """
 
     url: str
-    clock: Clock | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,14 +46,13 @@ def own_server(options: argparse.Namespace) -> Iterator[Target]:
         start = time.perf_counter()
         folder = _written(options, scratch)
         written = time.perf_counter()
-        clock = scratch / "clock" if options.model_shapes == "tiny" else None
-        server = _start(options, folder, clock)
+        server = _start(options, folder)
         try:
             server.wait_until_up(timeout_s=400)
             up = time.perf_counter()
             about = {"write_s": round(written - start, 1), "start_s": round(up - written, 1)}
             print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-            yield Target(server.url, None if clock is None else partial(own_ms, clock), about)
+            yield Target(server.url, about)
         finally:
             server.stop()
 
@@ -78,13 +70,13 @@ def _written(options: argparse.Namespace, scratch: Path) -> Path:
     return folder
 
 
-def _start(options: argparse.Namespace, folder: Path, clock: Path | None) -> Process:
+def _start(options: argparse.Namespace, folder: Path) -> Process:
     arguments: list[Any] = ["--model", folder / MODEL, "--served-model-name", "base"]
     arguments += ["--max-loras", options.slots, "--max-running", max(32, options.clients)]
     for path in adapter_folders(folder):
         arguments += ["--adapter", f"{path.name}={path}"]
-    if clock is not None:
-        return Process(arguments, launch=(sys.executable, "-c", _CLOCKED, str(clock)))
+    if options.model_shapes == "tiny":
+        return Process(arguments)
     arguments += ["--max-length", 4096, "--cache-tokens", 65536]
     return Process(arguments, launch=(sys.executable, "-m", "lorafold"))
 
@@ -102,7 +94,7 @@ def metrics_clock(url: str, api_key: str) -> Clock | None:
 
     last = read()
 
-    def since_last(begin: float, end: float) -> float | None:
+    def since_last() -> float | None:
         nonlocal last
         before, last = last, read()
         if before is None or last is None:

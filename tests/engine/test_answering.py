@@ -50,6 +50,28 @@ def test_an_answer_that_its_last_token_ends_is_not_ended_again() -> None:
     assert ends == [one]
 
 
+class Picky:
+    """A tokenizer that does not know token 11."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        if 11 in ids:
+            raise KeyError(11)
+        return "x" * len(ids)
+
+
+def test_a_tokenizer_that_fails_ends_its_answer_once() -> None:
+    said: list[Delta] = []
+    ends: list[Answering] = []
+    one = Answering(request(3), None, said.append, Picky(), end_tokens=[])
+    one.at_end = ends.append
+    for token in (10, 11, 10):  # the last one was on its way when the one before was read
+        one.accept(Choice(token))
+    one.finish("cancelled")
+    assert [(delta.text, delta.finish_reason) for delta in said] == [("x", None), ("", "error")]
+    assert isinstance(said[-1].error, KeyError)
+    assert ends == [one]
+
+
 def test_what_may_end_is_known_before_its_text() -> None:
     def may_end(token: int, **sampling: Any) -> bool:
         one = answering([], **sampling)

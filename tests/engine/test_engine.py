@@ -174,8 +174,9 @@ def test_leaving_a_stream_cancels_it(make_engine: Make) -> None:
     engine = make_engine(1)
     stream = engine.stream(request(5, "a0", max_tokens=110))
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    wait_until(lambda: engine.stats().finished["a0", "cancelled"] == 1)
+    stream.close()
+    engine.stream(request(5, "a0", max_tokens=110)).close()  # before its first delta
+    wait_until(lambda: engine.stats().finished["a0", "cancelled"] == 2)
 
 
 def test_a_request_keeps_its_slot_and_its_loading_to_the_end(

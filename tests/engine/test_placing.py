@@ -105,6 +105,29 @@ def test_slots_of_others_are_waited_for_only_if_one_is_held(
         held(holder, third)
 
 
+def test_slots_that_were_held_for_a_while_are_no_reason_to_give_up(
+    holder: SlotHolder, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third, _ = shelf.all()
+    may_place, real = threading.Event(), Pool.place
+
+    def slow(pool: Pool, adapter: Adapter) -> int:
+        assert adapter.name != third.key or may_place.wait(30)
+        return real(pool, adapter)
+
+    monkeypatch.setattr(Pool, "place", slow)
+    slots = {first: held(holder, first)}
+    assert holder.hold(second) is None
+    wait_until(lambda: not holder.is_placing)
+    assert holder.hold(third) is None  # as nobody holds the second yet
+    slots[second] = held(holder, second)
+    may_place.set()
+    wait_until(lambda: not holder.is_placing)  # and has found no slot
+    for loaded, slot in slots.items():
+        holder.let_go(loaded, slot)
+    assert held(holder, third) in slots.values()
+
+
 def test_an_adapter_that_cannot_be_placed_says_why_and_may_be_asked_for_again(
     holder: SlotHolder, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +168,30 @@ def test_requests_run_on_while_an_adapter_is_on_its_way(
         assert listener.answer().finish_reason == "length"
         engine.unload("a0")
         wait_until(lambda: engine.lora.names() == ())
+
+
+def test_what_was_unloaded_on_its_way_does_not_stay(
+    lora: MultiLora, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, arrive, real = threading.Event(), threading.Event(), Pool.place
+
+    def slow(pool: Pool, adapter: Adapter) -> int:
+        begun.set()
+        assert arrive.wait(30)
+        return real(pool, adapter)
+
+    monkeypatch.setattr(Pool, "place", slow)
+    with Engine(lora, TOKENIZER, cache_tokens=512) as engine:
+        engine.load("a0", folders[0])
+        ticket = engine.submit(request(5, "a0"), lambda delta: None)
+        assert begun.wait(30)
+        engine.unload("a0")
+        ticket.cancel()
+        wait_until(lambda: not engine.stats().waiting["a0"])
+        arrive.set()
+        wait_until(lambda: engine.stats().num_places == 1)
+        wait_until(lambda: engine.lora.names() == ())
+        assert engine.stats().slots == ()
 
 
 def test_host_memory_may_be_limited_and_adapters_are_read_again(

@@ -28,6 +28,13 @@ def test_without_temperature_the_likeliest_token_is_taken() -> None:
     assert tokens(scores, [Draw(Sampling(), 3)] * 5) == scores.argmax(dim=1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-200, 1e-29])
+def test_the_coldest_draw_takes_the_likeliest_token(temperature: float) -> None:
+    scores = logits(5)
+    draws = [Draw(Sampling(temperature=temperature, seed=1), 0)] * 5
+    assert tokens(scores, draws) == scores.argmax(dim=1).tolist()
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,26 @@ def test_steps_add_up_and_a_copy_stands_still() -> None:
     assert (before.num_steps, before.step_seconds, before.forward_seconds) == (1, 0.5, 0.25)
     after = tally.read()
     assert (after.num_steps, after.step_seconds, after.forward_seconds) == (3, 1.25, 0.75)
+
+
+def test_names_that_are_gone_leave_no_numbers(plain: nn.Module, folders: list[Path]) -> None:
+    lora = attach(copy.deepcopy(plain), max_loras=1, max_rank=8)
+    with Engine(lora, TOKENIZER, cache_tokens=512) as engine:
+        for name in ("idle", "running"):
+            engine.load(name, folders[0])
+            listener = Listener()
+            engine.submit(request(5, name), listener)
+            assert listener.has_begun.wait(30)
+            if name == "running":
+                engine.unload(name)
+                assert engine.stats().running[name] == 1
+            assert listener.answer().finish_reason == "length"
+            wait_until(lambda: not sum(engine.stats().running.values()))
+        engine.unload("idle")
+        wait_until(lambda: not engine.stats().finished)
+        stats = engine.stats()
+        for counter in (stats.running, stats.waiting, stats.prompt_tokens, stats.answer_tokens):
+            assert not counter
 
 
 @pytest.fixture(params=["packed", "static"])

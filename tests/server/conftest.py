@@ -1,4 +1,4 @@
-"""A tiny model with ten adapters, and one server over it for most tests."""
+"""A tiny model with ten adapters, one server over it for most tests, and a service of one's own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 import openai
 import pytest
 
+from lorafold.engine import Engine
+from lorafold.runtime import attach
+from lorafold.server.service import Service
 from tests.server.process import Process
 from tests.tiny_models import make_model, write_adapter
-from tests.tiny_text import save_model
+from tests.tiny_text import make_tokenizer, save_model
 
 KEY = "sk-key"
 NUM_ADAPTERS = 10
@@ -29,6 +32,15 @@ def adapter_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for at in range(NUM_ADAPTERS):
         write_adapter(model, root / f"a{at}", TARGETS[at % 3], rank=2 + at % 5, seed=at)
     return root
+
+
+@pytest.fixture
+def service(adapter_root: Path) -> Iterator[Service]:
+    lora = attach(make_model(), max_loras=1, max_rank=8)
+    engine = Engine(lora, make_tokenizer(), max_running=1, max_waiting=2, cache_tokens=256)
+    engine.load("a0", adapter_root / "a0")
+    yield Service(engine, "tiny")
+    engine.close(timeout_s=0)
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+import lorafold
 from lorafold.engine import Delta, Engine, EngineClosedError, QueueFullError, Request, RequestError
 from lorafold.engine.packed import PackedForward
 from lorafold.errors import (
@@ -30,15 +32,6 @@ from lorafold.server.service import Service
 from tests.engine.asking import wait_until
 from tests.tiny_models import make_model
 from tests.tiny_text import make_tokenizer
-
-
-@pytest.fixture
-def service(adapter_root: Path) -> Iterator[Service]:
-    lora = attach(make_model(), max_loras=1, max_rank=8)
-    engine = Engine(lora, make_tokenizer(), max_running=1, max_waiting=2, cache_tokens=256)
-    engine.load("a0", adapter_root / "a0")
-    yield Service(engine, "tiny")
-    engine.close(timeout_s=0)
 
 
 @pytest.fixture
@@ -129,6 +122,41 @@ def test_what_fails_inside_is_500_and_says_nothing(
     assert "secret of /srv/models" in caplog.text
 
 
+def test_an_adapter_whose_files_are_gone_is_a_fault_of_the_server(
+    adapter_root: Path, tmp_path: Path
+) -> None:
+    lora = attach(make_model(), max_loras=1, max_rank=8)
+    folders = [shutil.copytree(adapter_root / f"a{at}", tmp_path / f"a{at}") for at in range(2)]
+    host_bytes = max(lora.read("a", folder).nbytes for folder in folders)
+    with Engine(lora, make_tokenizer(), cache_tokens=256, host_bytes=host_bytes) as engine:
+        for folder in folders:
+            engine.load(folder.name, folder)
+        shutil.rmtree(folders[0])  # which host memory has no room for
+        http = TestClient(create_app(Service(engine, "tiny")), raise_server_exceptions=False)
+        refused, streamed = post(http), post(http, stream=True)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "internal_error")
+        assert '"code": "internal_error"' in streamed.text
+        assert str(tmp_path) not in refused.text + streamed.text
+        assert post(http, model="a1").status_code == 200
+
+
+def test_a_model_that_is_not_there_is_refused_before_its_prompt_is_read(
+    http: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Service, "text_ids")
+    assert post(http, model="nobody").status_code == 404
+
+
+def test_the_version_is_known_without_an_installation(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", not_installed)
+    assert create_app(service).version == lorafold.__version__
+
+
 def test_loading_is_off_without_adapter_roots(http: TestClient) -> None:
     for path in ("load", "unload"):
         body = {"lora_name": "x", "lora_path": "a0"}
@@ -189,6 +217,11 @@ def test_keys_of_any_letters_are_compared(service: Service, key: str) -> None:
     for given, status in ((key, 200), (key + "x", 401), (key[:-1], 401)):
         headers = [(b"authorization", b"Bearer " + given.encode())]
         assert guarded.get("/v1/models", headers=headers).status_code == status  # type: ignore[arg-type]
+
+
+def test_an_empty_key_would_be_no_check(service: Service) -> None:
+    with pytest.raises(RequestError, match="an API key needs at least one character"):
+        Service(service.engine, "tiny", api_key="")
 
 
 def test_a_path_may_be_relative_to_any_root(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import threading
 import weakref
 from typing import Any
 
+import pytest
+
 from lorafold.server.mailbox import Mailbox, mailbox_of
 
 
@@ -53,6 +55,19 @@ def test_nothing_is_lost_between_many_threads() -> None:
     assert len(seen) == 3000
     for number in range(6):
         assert [n for poster, n in seen if poster == number] == list(range(500))
+
+
+def test_whoever_posts_to_a_loop_that_is_closed_is_told_so() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox, seen = Mailbox(loop), list[int]()
+    loop.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            mailbox.post(seen.append, 1)
+    del loop
+    gc.collect()
+    with pytest.raises(RuntimeError, match="closed"):
+        mailbox.post(seen.append, 1)
 
 
 def test_all_in_a_loop_share_one_and_no_loop_is_kept() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from benchmarks import serve
-from benchmarks.forward_clock import own_ms
 from benchmarks.serve import MIXES, main, pick
 from benchmarks.serve_models import SHAPES, write_apart
 from benchmarks.serve_target import metrics_clock
@@ -96,13 +94,5 @@ def test_the_servers_own_clocks_are_read_from_call_to_call(
     monkeypatch.setattr(httpx, "get", get)
     clock = metrics_clock("http://x", "key")
     assert clock is not None
-    assert clock(0, 0) is None  # no step since
-    assert clock(0, 0) == pytest.approx(25.0)
-
-
-def test_time_between_forwards_is_the_servers(tmp_path: Path) -> None:
-    file = tmp_path / "clock"
-    forwards = [(0.0, 1.0), (2.0, 3.0), (3.002, 4.0), (4.004, 5.0), (5.5, 6.0), (9.0, 9.5)]
-    file.write_bytes(b"".join(struct.pack("dd", *pair) for pair in forwards) + b"half")
-    assert own_ms(file, 1.5, 7.0) == pytest.approx(4.0)
-    assert own_ms(file, 7.0, 8.0) is None
+    assert clock() is None  # no step since
+    assert clock() == pytest.approx(25.0)

@@ -65,6 +65,8 @@ def test_a_chat_is_answered_whole_and_as_a_stream(client: openai.OpenAI) -> None
     assert chunks[0].object == "chat.completion.chunk"
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage == whole.usage
+    options: Any = {"include_usage": True, "include_obfuscation": False}
+    assert list(chat(client, "a2", stream=True, stream_options=options))[-1].usage == whole.usage
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert said == whole.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks[-3:-1]] == [None, "length"]
@@ -230,6 +232,10 @@ def test_wrong_chats_are_refused_with_the_reason(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user"}]}, "`messages`"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "refuses the messages: nobody speaks"),
         ({"messages": [user | {"tool_calls": [{"id": "1"}]}]}, "`tool_calls` in a message"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "`content` must be a text, or a list of parts of the type `text`",
+        ),
         ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
         ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "`tools` is not supported"),

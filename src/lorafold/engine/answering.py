@@ -101,35 +101,50 @@ class Answering:
     def say(self) -> None:
         """Deliver what the latest token adds, and end with it if it is the last one.
 
-        Does nothing when that was done.
+        Does nothing when that was done, or the answer has ended meanwhile. A tokenizer that fails
+        on the token ends this answer and no others.
         """
         choice, self._unsaid = self._unsaid, None
-        if choice is None:
+        if choice is None or self.finish_reason is not None:
             return
-        token = choice.token
-        is_end = token in self._end_tokens
-        text = "" if is_end else self._text.push(token)
-        if is_end or self._text.is_stopped:
-            self.finish_reason = "stop"
-        elif len(self.tokens) == self.request.sampling.max_tokens:
-            self.finish_reason = "length"
-        if self.finish_reason is not None:
-            text += self._text.flush()
-            if self._text.is_stopped:
-                self.finish_reason = "stop"
+        try:
+            text, self.finish_reason = self._read(choice.token)
+        except Exception as error:
+            self.finish("error", error)
+            return
         logprobs = () if choice.logprob is None else (choice.logprob,)
-        self._send(Delta(text, (token,), logprobs, self.finish_reason))
+        self._send(Delta(text, (choice.token,), logprobs, self.finish_reason))
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End the answer before its time, if its latest token has not ended it."""
+        """End the answer before its time, if its latest token has not ended it.
+
+        Text that was held back is not delivered: nobody knows how it would have gone on.
+        """
         self.say()
         if self.finish_reason is None:
             self.finish_reason = reason
-            self._send(Delta(self._text.flush(), finish_reason=reason, error=error))
+            self._send(Delta(finish_reason=reason, error=error))
+
+    def _read(self, token: int) -> tuple[str, FinishReason | None]:
+        """The text that the latest token adds, and why the answer ends with it, if it does."""
+        is_end = token in self._end_tokens
+        text = "" if is_end else self._text.push(token)
+        is_last = len(self.tokens) == self.request.sampling.max_tokens
+        if is_end or is_last:
+            text += self._text.flush()
+        if is_end or self._text.is_stopped:
+            return text, "stop"
+        return text, "length" if is_last else None
 
     def _send(self, delta: Delta) -> None:
-        if delta.finish_reason is not None:
-            self.at_end(self)
+        try:
+            if delta.finish_reason is not None:
+                self.at_end(self)
+        finally:
+            # Even if the books cannot be kept, as on a device that is gone, nobody waits for ever.
+            self._tell(delta)
+
+    def _tell(self, delta: Delta) -> None:
         try:
             self._deliver(delta)
         except Exception:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from lorafold.device_memory import free_bytes
 from lorafold.engine.answering import Answering
-from lorafold.engine.packed import PackedBatches, why_not_packed
+from lorafold.engine.packed import PackedBatches, most_step_tokens, why_not_packed
 from lorafold.engine.static import StaticBatches
 from lorafold.errors import ModelError
 from lorafold.layers.call_shapes import call_shapes
@@ -82,7 +82,8 @@ def build_batches(
         ModelError: if "packed" was asked for and the model does not allow it.
         BackendError: if the KV cache is too small for a request, or too large for the device.
     """
-    warm_up(call_shapes(lora.model), max_running + chunk, device=lora.pool.device)
+    most_tokens = most_step_tokens(max_running, chunk)
+    warm_up(call_shapes(lora.model), most_tokens, device=lora.pool.device)
     if batching == "static":
         return StaticBatches(lora, max_length=max_length)
     use_flash = True

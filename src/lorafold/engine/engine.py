@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -238,14 +238,28 @@ class Engine:
                 stats.waiting[name] -= 1
             raise
 
-    def stream(self, request: Request) -> Iterator[Delta]:
-        """The deltas of one answer as they come; closing the iterator cancels the request.
+    def stream(self, request: Request) -> Generator[Delta, None, None]:
+        """The deltas of one answer as they come; closing the generator cancels the request.
 
         Raises:
             RequestError, AdapterNotFoundError, QueueFullError, EngineClosedError: as `submit`.
         """
-        deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        return _stream(deltas, self.submit(request, deltas.put))
+        deltas = self._deltas(request)
+        next(deltas)  # a generator that has not begun would do nothing when it is closed
+        return deltas
+
+    def _deltas(self, request: Request) -> Generator[Delta, None, None]:
+        """Submit a request with the first `next`, which gives an empty delta; then as `stream`."""
+        said: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        ticket = self.submit(request, said.put)
+        try:
+            delta = Delta()
+            while delta.finish_reason is None:
+                yield delta
+                delta = said.get()
+            yield delta
+        finally:
+            ticket.cancel()
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Answer some requests together, and wait for all of them.
@@ -253,18 +267,9 @@ class Engine:
         Raises:
             RequestError, AdapterNotFoundError, QueueFullError, EngineClosedError: as `submit`.
         """
-        streams: list[Iterator[Delta]] = []
-        queues: list[queue.SimpleQueue[Delta]] = []
-        tickets: list[Ticket] = []
-        try:
-            for request in requests:
-                queues.append(queue.SimpleQueue())
-                tickets.append(self.submit(request, queues[-1].put))
-            streams = [_stream(*each) for each in zip(queues, tickets, strict=True)]
+        with ExitStack() as stack:
+            streams = [stack.enter_context(closing(self.stream(each))) for each in requests]
             return [Answer.of(list(stream)) for stream in streams]
-        finally:
-            for ticket in tickets:
-                ticket.cancel()
 
     def stats(self) -> EngineStats:
         """Numbers since the start, and the state now."""
@@ -287,10 +292,12 @@ class Engine:
     def _counted(
         self, name: str | None, deliver: Callable[[Delta], None]
     ) -> Callable[[Delta], None]:
-        """`deliver`, with the tokens counted."""
+        """`deliver`, with the tokens counted as long as the name is in use."""
 
         def count(delta: Delta) -> None:
             self._tally.count_tokens(name, len(delta.tokens))
+            if delta.finish_reason is not None and name is not None and name not in self._shelf:
+                self._tally.forget(name)
             deliver(delta)
 
         return count
@@ -307,17 +314,6 @@ class Engine:
                 f"tokens must be 0 .. {self._vocab_size - 1}; given: {min(request.prompt)} .. "
                 f"{max(request.prompt)}"
             )
-
-
-def _stream(deltas: queue.SimpleQueue[Delta], ticket: Ticket) -> Iterator[Delta]:
-    try:
-        while True:
-            delta = deltas.get()
-            yield delta
-            if delta.finish_reason is not None:
-                return
-    finally:
-        ticket.cancel()
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -93,14 +93,15 @@ class Loop:
             while self._has_work():
                 self._work()
         finally:
-            self._slots.close()
             # After a fault in the bookkeeping itself nothing can be given back, but nobody must
             # wait for ever.
-            self._is_closing = True
-            lost = [*self._running, *self._inbox, *self._queue.remove(lambda _: True)]
-            for answering in lost:
+            with self._changed:
+                self._is_closing = True
+            self._take_inbox()
+            for answering in [*self._running, *self._queue.remove(lambda _: True)]:
                 answering.at_end = lambda _: None
                 answering.finish("error", EngineClosedError("the engine has stopped"))
+            self._slots.close()
 
     def _work(self) -> None:
         """Step until nothing is left to do, or a step fails."""
@@ -122,11 +123,9 @@ class Loop:
         """Let in, advance, end what was cancelled. False when nothing is left to do."""
         begin = time.perf_counter()
         with self._changed:
-            inbox, self._inbox = self._inbox, []
             is_woken, self._is_woken = self._is_woken, False
             is_aborting = self._is_aborting
-        for answering in inbox:
-            self._queue.add(answering.loaded, answering)
+        self._take_inbox()
         if is_woken or is_aborting:
             for answering in self._queue.remove(lambda a: is_aborting or a.is_cancelled):
                 answering.finish("cancelled")
@@ -141,6 +140,13 @@ class Loop:
         elif self._is_busy():
             self._pause()
         return self._is_busy()
+
+    def _take_inbox(self) -> None:
+        """Have those wait in turn that came since the last call."""
+        with self._changed:
+            inbox, self._inbox = self._inbox, []
+        for answering in inbox:
+            self._queue.add(answering.loaded, answering)
 
     def _is_busy(self) -> bool:
         return bool(self._running or len(self._queue) or self._slots.is_placing)
@@ -180,6 +186,7 @@ class Loop:
 
     def _fail(self, error: Exception) -> None:
         """End what runs with an error; if nothing runs, what waits: it would fail alike."""
+        self._take_inbox()  # where no step has begun, nobody else did
         for answering in tuple(self._running) or self._queue.remove(lambda _: True):
             answering.finish("error", error)
 

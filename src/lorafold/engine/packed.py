@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,18 +25,15 @@ from lorafold.engine.step import Piece, Step, send
 from lorafold.errors import BackendError, LoraError
 from lorafold.runtime import MultiLora
 
-__all__ = ["PackedBatches", "PackedForward", "why_not_packed"]
+__all__ = ["PackedBatches", "PackedForward", "most_step_tokens", "why_not_packed"]
 
 _log = logging.getLogger(__name__)
 
 _PACKABLE = {"full_attention", "sliding_attention"}
 # Rotary frequencies that follow the longest sequence of a batch would tie its sequences together.
 _TIED_ROTARY = {"dynamic", "longrope"}
-_TOLERANCE = (
-    0.1  # relative, between two orders of the same bf16 sums; what differs otherwise is > 1
-)
-
-
+# Relative, between two orders of the same bf16 sums; what differs otherwise is > 1.
+_TOLERANCE = 0.1
 _STEP_TOKENS = 2048  # of prompts in one step
 
 
@@ -146,8 +143,7 @@ class PackedBatches:
     ) -> None:
         self.cache = KvCache(num_tokens, lora.pool.device, num_spare=max_running)
         self._forward = PackedForward(lora, self.cache, use_flash=use_flash)
-        # A chunk fits beside all running requests.
-        self._max_step_tokens = max_running + max(chunk, _STEP_TOKENS)
+        self._max_step_tokens = most_step_tokens(max_running, chunk)
         self._chunk = chunk
         self._stretches: dict[Answering, Stretch] = {}
         self._allocate()
@@ -155,7 +151,7 @@ class PackedBatches:
         if graphs and lora.pool.device.type == "cuda":
             self._decode = self._captured(DecodeGraphs(lora, self._forward.attention, max_running))
 
-    def session(self) -> Any:
+    def session(self) -> AbstractContextManager[None]:
         """A `with` block in which `advance` may be called."""
         return self._forward.session()
 
@@ -265,6 +261,20 @@ class PackedBatches:
             answering.slot,
             wants_logits=start + len(tokens) == known,
         )
+
+
+def most_step_tokens(max_running: int, chunk: int) -> int:
+    """Tokens of the largest step: an answer's each, and a chunk fits beside them.
+
+    Args:
+        max_running: requests that run at the same time.
+        chunk: tokens of a prompt that are read at once.
+
+    Example:
+        >>> most_step_tokens(32, 512)
+        2080
+    """
+    return max_running + max(chunk, _STEP_TOKENS)
 
 
 def _say(chosen: Iterable[tuple[Answering, Piece]]) -> None:

@@ -37,6 +37,8 @@ class SlotHolder:
         self._wake = wake
         self._held: Counter[str] = Counter()
         self._coming: dict[Loaded, Future[None]] = {}
+        # Those of which no request has held a slot since their placement was begun.
+        self._alone: set[Loaded] = set()
         self._is_full = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lorafold-placing")
 
@@ -60,19 +62,30 @@ class SlotHolder:
             if not self._coming[loaded].done():
                 return None
             error = self._coming.pop(loaded).exception()
-            if isinstance(error, PoolFullError) and self._held:
-                # Others hold or pin slots. Until the engine lets one go, trying is of no use.
-                self._is_full = True
-            elif error is not None:
-                raise error
+            if not isinstance(error, PoolFullError):
+                if error is not None:
+                    raise error
+            elif loaded in self._alone:
+                raise PoolFullError(
+                    f"`{loaded.name}` has no place: all {self._pool.max_loras} slots are pinned, "
+                    "or in use elsewhere; hint: unpin or evict an adapter, or raise max_loras",
+                    max_loras=self._pool.max_loras,
+                ) from error
+            else:
+                # Until the engine lets a slot go, if it has not yet, trying is of no use.
+                self._is_full = bool(self._held)
         try:
             slot = self._pool.acquire(loaded.key)
         except AdapterNotFoundError:
             # No more come than there are slots that nobody holds: none pushes out another.
             if not self._is_full and len(self._held) + self._num_coming < self._pool.max_loras:
+                self._shelf.share(loaded)
+                if not self._held:
+                    self._alone.add(loaded)
                 self._coming[loaded] = self._thread.submit(self._place, loaded)
             return None
         self._held[loaded.key] += 1
+        self._alone.clear()
         return slot
 
     def let_go(self, loaded: Loaded, slot: int) -> None:
@@ -94,7 +107,7 @@ class SlotHolder:
         self._thread.shutdown()
 
     def _place(self, loaded: Loaded) -> None:
-        """In the placing thread."""
+        """In the placing thread, which is a user: what nobody else wants any more goes again."""
         try:
             adapter, before = self._shelf.adapter(loaded), set(self._pool.names())
             start = time.perf_counter()
@@ -104,4 +117,5 @@ class SlotHolder:
                 stats.num_evictions += len(before - set(self._pool.names()))
                 stats.place_seconds += time.perf_counter() - start
         finally:
+            self._shelf.give_back(loaded)
             self._wake()

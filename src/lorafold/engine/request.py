@@ -13,6 +13,7 @@ __all__ = ["Answer", "Delta", "FinishReason", "Request", "Sampling", "TokenLogpr
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """Why an answer ended: an end-of-sequence token or stop string, max_tokens, the caller, a fault."""
 
+_COLDEST = 1e-30  # far from where a logit over the temperature overflows
 _MAX_STOPS, _MAX_STOP_LENGTH, _MAX_LOGPROBS = 16, 256, 20
 
 
@@ -68,8 +69,8 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
-        return self.temperature == 0
+        """Whether nothing is drawn. Colder than this, a draw could only be among equals."""
+        return self.temperature < _COLDEST
 
 
 @dataclass(frozen=True)

@@ -140,11 +140,21 @@ class Shelf:
             self._num_users[loaded.key] += 1
             return loaded
 
+    def share(self, loaded: Loaded) -> None:
+        """Count one more user of what has one already."""
+        with self._lock:
+            self._num_users[loaded.key] += 1
+
     def give_back(self, loaded: Loaded) -> None:
-        """Count a user off, who got it from `take`."""
+        """Count a user off, of `take` or `share`."""
         with self._lock:
             self._num_users[loaded.key] -= 1
             self._clear_away(loaded)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether requests may name it."""
+        with self._lock:
+            return name in self._loaded
 
     def all(self) -> tuple[Loaded, ...]:
         """Everything that can be named, in the order of loading."""

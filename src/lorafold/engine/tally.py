@@ -105,10 +105,17 @@ class Tally:
             return self._stats.copy()
 
     def forget(self, name: str) -> None:
-        """Drop what is counted under a name that nobody can use any more."""
+        """Drop what is counted under a name that is gone, once no request has it any more."""
         with self._lock:
             stats = self._stats
-            for counter in (stats.prompt_tokens, stats.answer_tokens):
+            if stats.running[name] or stats.waiting[name]:
+                return
+            for counter in (
+                stats.running,
+                stats.waiting,
+                stats.prompt_tokens,
+                stats.answer_tokens,
+            ):
                 counter.pop(name, None)
             for key in [key for key in stats.finished if key[0] == name]:
                 del stats.finished[key]

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from starlette.types import Receive
 
 from lorafold.engine import Answer, Delta, Engine, EngineClosedError, Request, Ticket
+from lorafold.errors import AdapterError, BackendError
 from lorafold.server.mailbox import mailbox_of
 
 __all__ = ["Answers", "running_answers"]
@@ -49,12 +50,17 @@ class Answers:
         """(index of the request, what is added to its answer), until all have ended.
 
         Raises:
-            LoraError: if one cannot be answered, or was cancelled by the engine.
+            BackendError: if the files of an adapter, which could be loaded, can no longer be read.
+            EngineClosedError: if one was cancelled by the engine.
+            LoraError: if one cannot be answered for another reason.
         """
         while self._num_open:
             index, delta = await self._deltas.get()
             self._num_open -= delta.finish_reason is not None
-            if delta.finish_reason == "error" and delta.error is not None:
+            if isinstance(delta.error, AdapterError):
+                # No fault of this client, whom the server's paths in the message do not concern.
+                raise BackendError("an adapter can no longer be read") from delta.error
+            if delta.error is not None:
                 raise delta.error
             if delta.finish_reason == "cancelled":
                 raise EngineClosedError("the server is shutting down")

@@ -14,13 +14,13 @@ Whatever is not open needs the API key, if there is one.
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
+from lorafold import __version__
 from lorafold.server import adapters, generation
 from lorafold.server.errors import Refusal, add_handlers
 from lorafold.server.guard import BodyLimit, KeyCheck
@@ -52,7 +52,7 @@ def create_app(service: Service) -> FastAPI:
 
     Example: `lorafold.server.run` runs it.
     """
-    app = FastAPI(title="lorafold", version=version("lorafold"), docs_url=None, redoc_url=None)
+    app = FastAPI(title="lorafold", version=__version__, docs_url=None, redoc_url=None)
     add_handlers(app)
     app.include_router(generation.build_router(service))
     app.include_router(adapters.build_router(service))

@@ -54,6 +54,7 @@ class _Job:
     def __init__(self, service: Service, body: CompletionRequest | ChatRequest) -> None:
         self.service = service
         self.body = body
+        adapter = service.adapter_of(body.model)  # before any work on a long prompt
         self.prompts = self.prompt_ids()
         self.num_choices = body.n or 1
         self.head = {
@@ -62,7 +63,6 @@ class _Job:
             "created": int(time.time()),
             "model": body.model,
         }
-        adapter = service.adapter_of(body.model)
         self.requests = [
             EngineRequest(prompt, adapter, self.sampling(prompt, index))
             for prompt in self.prompts

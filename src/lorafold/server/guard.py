@@ -66,7 +66,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body, is_whole = b"", False
+        body, is_whole = bytearray(), False
         length = Headers(scope=scope).get("content-length", "")
         is_too_large = length.isdigit() and int(length) > self._max_bytes
         while not (is_whole or is_too_large):
@@ -87,6 +87,6 @@ class BodyLimit:
             if is_given:
                 return await receive()
             is_given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
 
         await self._app(scope, replay, send)

@@ -37,13 +37,15 @@ class Mailbox:
         """Have `call(value)` made in the loop; for any thread.
 
         Raises:
-            RuntimeError: if the loop is closed.
+            RuntimeError: if the loop is closed or gone.
         """
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            raise RuntimeError("the event loop is closed")
         with self._lock:
             self._posted.append((call, value))
             is_first = len(self._posted) == 1
-        loop = self._loop()
-        if is_first and loop is not None:
+        if is_first:
             loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:

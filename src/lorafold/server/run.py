@@ -21,9 +21,6 @@ def run(service: Service, *, host: str, port: int, drain_seconds: int) -> None:
         port: 0 for a free one.
         drain_seconds: after this time, what still runs is cancelled.
     """
-    # The server raises the signal again when it has stopped; that is no reason to die of it.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
     config = uvicorn.Config(
         create_app(service),
         host=host,
@@ -33,7 +30,16 @@ def run(service: Service, *, host: str, port: int, drain_seconds: int) -> None:
         server_header=False,
         timeout_graceful_shutdown=drain_seconds,
     )
+    server = uvicorn.Server(config)
+
+    def stop(*_: object) -> None:
+        """For a signal that comes before the server listens to it, or is raised again by it."""
+        server.should_exit = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        uvicorn.Server(config).run()
+        server.run()
     finally:
         service.engine.close(timeout_s=0)
+        for number, handler in before.items():
+            signal.signal(number, handler)

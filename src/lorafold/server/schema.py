@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from lorafold.engine import Sampling
 
@@ -37,6 +37,7 @@ class StreamOptions(_Body):
     """What a stream tells besides the answer."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class _Generation(_Body):
@@ -125,6 +126,14 @@ class ChatMessage(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: _Text | Annotated[list[TextPart], Field(max_length=256)]
     name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _check_content(cls, content: Any) -> Any:
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            return content
+        raise ValueError("`content` must be a text, or a list of parts of the type `text`")
 
     @model_validator(mode="after")
     def _check_rest(self) -> ChatMessage:

@@ -27,6 +27,9 @@ class Service:
         max_body_bytes: of a request.
         started_at: seconds since the epoch.
 
+    Raises:
+        RequestError: if the API key is empty.
+
     Example: `lorafold.server.app.create_app` takes one.
     """
 
@@ -37,6 +40,10 @@ class Service:
     max_answer_tokens: int = 1024
     max_body_bytes: int = 4 << 20
     started_at: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        if self.api_key == "":
+            raise RequestError("an API key needs at least one character; None is for no check")
 
     def adapter_of(self, model: str) -> str | None:
         """The adapter that a client means by `model`; None is base.

@@ -1,0 +1,45 @@
+"""What is prepared for the steps of an engine covers the steps that it takes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from lorafold.engine import Engine, batching
+from lorafold.engine.packed import PackedForward
+from lorafold.engine.step import Piece
+from lorafold.runtime import attach
+from tests.engine.asking import TOKENIZER, Listener, request
+
+
+def test_no_step_has_more_tokens_than_were_compiled_for(
+    plain: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_for, steps, forward = [], [], PackedForward.__call__
+
+    def warm_up(shapes: Any, max_tokens: int, **_: Any) -> int:
+        compiled_for.append(max_tokens)
+        return 0
+
+    def counted(self: PackedForward, pieces: Sequence[Piece]) -> Tensor:
+        steps.append(sum(len(piece.tokens) for piece in pieces))
+        return forward(self, pieces)
+
+    monkeypatch.setattr(batching, "warm_up", warm_up)
+    monkeypatch.setattr(PackedForward, "__call__", counted)
+    lora = attach(copy.deepcopy(plain), max_loras=1, max_rank=8)
+    with Engine(lora, TOKENIZER, max_running=24, cache_tokens=24 * 128, chunk=128) as engine:
+        first = Listener()
+        engine.submit(request(5, max_tokens=9), first)
+        assert first.has_begun.wait(30)  # so that the others come all at once
+        listeners = [Listener() for _ in range(23)]
+        for listener in listeners:
+            listener.hold.set()
+            engine.submit(request(120, max_tokens=1), listener)
+        for listener in (first, *listeners):
+            assert listener.answer().finish_reason == "length"
+    assert 2000 < max(steps) <= compiled_for[0]
