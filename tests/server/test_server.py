@@ -12,26 +12,10 @@ import httpx
 import openai
 import pytest
 
+from tests.server.asking import chat, complete, text
 from tests.server.conftest import KEY
 from tests.server.process import Process
 from tests.tiny_text import make_tokenizer
-
-MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "who?"}]
-
-
-def complete(client: openai.OpenAI, model: str, prompt: Any = "hello", **settings: Any) -> Any:
-    defaults: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
-    defaults["extra_body"] = {"ignore_eos": True}
-    return client.completions.create(model=model, prompt=prompt, **(defaults | settings))
-
-
-def chat(client: openai.OpenAI, model: str, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
-    return client.chat.completions.create(model=model, **(defaults | settings))
-
-
-def text(client: openai.OpenAI, model: str, prompt: str = "hello", **settings: Any) -> str:
-    return str(complete(client, model, prompt, **settings).choices[0].text)
 
 
 def test_models_are_the_base_and_its_adapters(client: openai.OpenAI) -> None:
@@ -308,96 +292,6 @@ def test_metrics_count_what_happens(server: Process, client: openai.OpenAI) -> N
     assert after["lorafold_loads_total"] >= 6
     assert after["lorafold_load_seconds_total"] > 0
     assert after["lorafold_placements_total"] >= after["lorafold_evictions_total"]
-
-
-class TestLoading:
-    """Adapters come and go while requests run."""
-
-    def post(self, server: Process, path: str, **body: Any) -> httpx.Response:
-        with server.http() as http:
-            return http.post(f"/v1/{path}_lora_adapter", json=body)
-
-    def test_an_adapter_is_loaded_used_replaced_and_unloaded(
-        self, server: Process, client: openai.OpenAI, adapter_root: Path
-    ) -> None:
-        loaded = self.post(server, "load", lora_name="new", lora_path=str(adapter_root / "a7"))
-        assert loaded.status_code == 200
-        assert loaded.text == "Success: LoRA adapter 'new' added successfully."
-        first = text(client, "new")
-        taken = self.post(server, "load", lora_name="new", lora_path="a8")
-        assert taken.status_code == 400
-        assert "the name `new` is taken" in taken.json()["error"]["message"]
-        assert text(client, "new") == first
-        self.post(server, "load", lora_name="new", lora_path="a8", load_inplace=True)
-        assert text(client, "new") != first
-        assert "new" in {model.id for model in client.models.list()}
-        gone = self.post(server, "unload", lora_name="new")
-        assert gone.text == "Success: LoRA adapter 'new' removed successfully."
-        with pytest.raises(openai.NotFoundError):
-            text(client, "new")
-        assert self.post(server, "unload", lora_name="new").status_code == 404
-        assert self.post(server, "load", lora_name="tiny", lora_path="a7").status_code == 400
-
-    def test_loading_and_unloading_change_no_running_answer(
-        self, server: Process, client: openai.OpenAI
-    ) -> None:
-        self.post(server, "load", lora_name="swap", lora_path="a6")
-        expected = text(client, "swap", max_tokens=60)
-        stream = complete(client, "swap", max_tokens=60, stream=True)
-        said = next(stream).choices[0].text
-        self.post(server, "load", lora_name="swap", lora_path="a9", load_inplace=True)
-        other = text(client, "swap", max_tokens=60)
-        self.post(server, "unload", lora_name="swap")
-        said += "".join(chunk.choices[0].text for chunk in stream)
-        assert said == expected
-        assert other != expected
-
-    def test_paths_outside_the_root_look_like_paths_that_do_not_exist(
-        self, server: Process, adapter_root: Path, model_folder: Path
-    ) -> None:
-        outside = adapter_root.parent / "outside"
-        outside.mkdir(exist_ok=True)
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            (outside / name).write_bytes((adapter_root / "a0" / name).read_bytes())
-        (adapter_root / "link").symlink_to(outside)
-        half = adapter_root / "half"
-        half.mkdir()
-        (half / "adapter_config.json").write_bytes(
-            (adapter_root / "a0" / "adapter_config.json").read_bytes()
-        )
-        (half / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
-        inside = adapter_root / "inside"
-        inside.symlink_to(adapter_root / "a0")
-        for path in (
-            *(str(outside), "../outside", "a0/../../outside", "link", "half", "no-such", ""),
-            *(
-                "/etc",
-                "/",
-                "~",
-                f"{adapter_root}/../outside",
-                str(model_folder),
-                "a0/adapter_config.json",
-            ),
-            *("a" * 4000, "a0\x00", "//etc/passwd", "file:///etc", "."),
-        ):
-            refused = self.post(server, "load", lora_name="escape", lora_path=path)
-            assert refused.status_code == 400, path
-            if path not in ("", "a0\x00"):
-                assert "must be a folder inside an adapter root" in refused.text, path
-        # A link that stays inside is fine.
-        assert self.post(server, "load", lora_name="inside", lora_path="inside").status_code == 200
-        self.post(server, "unload", lora_name="inside")
-
-    def test_a_broken_adapter_is_refused_with_its_reason_but_not_with_the_servers_paths(
-        self, server: Process, adapter_root: Path
-    ) -> None:
-        broken = adapter_root / "broken"
-        broken.mkdir()
-        (broken / "adapter_config.json").write_text("{}")
-        refused = self.post(server, "load", lora_name="broken", lora_path="broken")
-        assert refused.status_code == 400
-        assert refused.json()["error"]["code"] == "adapter_format"
-        assert str(adapter_root) not in refused.text
 
 
 def test_sigterm_finishes_what_runs_and_takes_no_more(

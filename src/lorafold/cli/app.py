@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from lorafold import __version__
 from lorafold.cli.bench import bench
 from lorafold.cli.convert import convert
 from lorafold.cli.demo import demo
@@ -47,7 +47,7 @@ for _command, _example in _EXAMPLES.items():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lorafold {version('lorafold')}")
+        typer.echo(f"lorafold {__version__}")
         raise typer.Exit
 
 
