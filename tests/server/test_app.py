@@ -72,6 +72,25 @@ def test_a_full_queue_is_503_with_a_time_to_come_back(service: Service, http: Te
     wait_until(lambda: post(http).status_code == 200)
 
 
+def test_a_long_prompt_is_cut_into_tokens_beside_the_event_loop(
+    service: Service, http: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[int, set[int]] = {}
+    text_ids = Service.text_ids
+
+    def noted(self: Service, text: str) -> tuple[int, ...]:
+        threads.setdefault(len(text), set()).add(threading.get_ident())
+        return text_ids(self, text)[:4]
+
+    monkeypatch.setattr(Service, "text_ids", noted)
+    with http:  # one event loop for all requests
+        for length in (5, 40_000, 5):
+            assert post(http, prompt="x" * length).status_code == 200
+        assert post(http, prompt="x" * 40_000, model="nobody").status_code == 404
+    assert len(threads[5]) == 1
+    assert not threads[5] & threads[40_000]
+
+
 def test_of_several_prompts_none_runs_if_one_finds_no_place(
     service: Service, http: TestClient
 ) -> None:

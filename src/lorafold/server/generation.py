@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -21,6 +22,8 @@ from lorafold.server.service import Service
 
 __all__ = ["build_router"]
 
+_LONG_BODY_BYTES = 32 << 10
+
 _ANSWERS = documented(400, 401, 404, 413, 500, 503, media_type="text/event-stream")
 
 
@@ -35,12 +38,12 @@ def build_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=_ANSWERS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on with a prompt, or with each of several."""
-        return await _respond(_Completion(service, body), request)
+        return await _respond(await _made(_Completion, service, body, request), request)
 
     @router.post("/v1/chat/completions", responses=_ANSWERS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer the last message of a chat."""
-        return await _respond(_Chat(service, body), request)
+        return await _respond(await _made(_Chat, service, body, request), request)
 
     return router
 
@@ -203,6 +206,14 @@ class _Chat(_Job):
 def _finite(logprob: float) -> float:
     """A log-probability that JSON can carry."""
     return max(logprob, -9999.0)
+
+
+async def _made(kind: type[_Job], service: Service, body: Any, request: Request) -> _Job:
+    """The job of a body; a long prompt is cut into tokens beside the event loop, which streams."""
+    num_bytes = int(request.headers.get("content-length", _LONG_BODY_BYTES))
+    if num_bytes < _LONG_BODY_BYTES:
+        return kind(service, body)
+    return await asyncio.to_thread(kind, service, body)
 
 
 async def _respond(job: _Job, request: Request) -> Response:
