@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 
 import pytest
 import uvicorn
 
-from lorafold.server.run import run
+from lorafold.errors import BackendError
+from lorafold.server.run import check_address, run
 from lorafold.server.service import Service
 
 
@@ -31,3 +33,19 @@ def test_a_signal_that_comes_early_stops_the_server_and_is_then_left_to_others(
     finally:
         signal.signal(number, before)
     assert not service.engine.is_open
+
+
+def test_an_address_that_is_taken_is_refused_and_a_free_one_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(BackendError, match=f"cannot listen on .*, port {port}: .*in use"):
+            check_address("127.0.0.1", port)
+    check_address("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
+def test_an_address_that_cannot_be_had_is_refused(host: str) -> None:
+    with pytest.raises(BackendError, match=f"cannot listen on {host}, port 0: "):
+        check_address(host, 0)

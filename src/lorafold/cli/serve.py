@@ -90,6 +90,7 @@ def serve(  # noqa: PLR0913 (the flags of a command)
     if api_key is None and not _is_loopback(host):
         notices().print(f"warning: {host} may be reached by others, and there is no --api-key")
     with refusals():
+        _check_address(host, port)
         engine = _start_engine(
             model,
             paths,
@@ -122,6 +123,20 @@ def serve(  # noqa: PLR0913 (the flags of a command)
         run(service, host=host, port=port, drain_seconds=drain_seconds)
 
 
+def _check_address(host: str, port: int) -> None:
+    """Neither a port that is taken nor a missing package should need the model to be noticed."""
+    try:
+        import fastapi
+        import prometheus_client
+        import uvicorn
+    except ModuleNotFoundError as error:
+        raise BackendError(f"serving needs {error.name}, which is not installed\n{_HINT}") from None
+    del fastapi, prometheus_client, uvicorn
+    from lorafold.server.run import check_address
+
+    check_address(host, port)
+
+
 def _roots(folders: Sequence[Path], *, is_allowed: bool) -> tuple[Path, ...]:
     """The folders that clients may load from, resolved."""
     if is_allowed != bool(folders):
@@ -151,13 +166,6 @@ def _start_engine(
     running: dict[str, Any],
 ) -> Any:
     """Load everything. Adapters are read first: a refusal need not wait for the model."""
-    try:
-        import fastapi
-        import prometheus_client
-        import uvicorn
-    except ModuleNotFoundError as error:
-        raise BackendError(f"serving needs {error.name}, which is not installed\n{_HINT}") from None
-    del fastapi, prometheus_client, uvicorn
     specs = {name: parse(path) for name, path in paths.items()}
     if attaching["max_rank"] is None:
         attaching["max_rank"] = max(ranks_of(specs.values())[0], 16)

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import uvicorn
 
+from lorafold.errors import BackendError
 from lorafold.server.app import create_app
 from lorafold.server.service import Service
 
-__all__ = ["run"]
+__all__ = ["check_address", "run"]
+
+
+def check_address(host: str, port: int) -> None:
+    """Whether a server could listen there now: that should be known before the model is loaded.
+
+    Args:
+        host: name or address to listen on.
+        port: 0 for a free one.
+
+    Raises:
+        BackendError: if there is no such address, or it is taken.
+
+    Example:
+        >>> check_address("127.0.0.1", 0)
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        socket.create_server(address[:2], family=family).close()
+    except (OSError, OverflowError) as error:
+        raise BackendError(f"cannot listen on {host}, port {port}: {error}") from error
 
 
 def run(service: Service, *, host: str, port: int, drain_seconds: int) -> None:
