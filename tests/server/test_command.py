@@ -12,7 +12,7 @@ from lorafold.cli.app import app
 
 
 def run(*arguments: object, code: int) -> str:
-    result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *map(str, arguments)])
     assert result.exit_code == code, result.output
     return " ".join(result.stderr.replace("│", " ").split())
 

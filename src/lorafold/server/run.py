@@ -28,10 +28,13 @@ def check_address(host: str, port: int) -> None:
         >>> check_address("127.0.0.1", 0)
     """
     try:
-        family, *_, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        socket.create_server(address[:2], family=family).close()
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server will: ports of connections that have just ended are free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
     except (OSError, OverflowError) as error:
         raise BackendError(f"cannot listen on {host}, port {port}: {error}") from error
 
