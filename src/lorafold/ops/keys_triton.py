@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -117,15 +119,32 @@ def gather_keys_triton(
     num_rows = indices.shape[0]
     keys = torch.empty_like(indices, dtype=torch.int32) if out is None else out
     if num_rows:
-        Launch(
-            gather_keys_kernel,
-            (indices.dtype, row_adapter is None, top_k, num_experts, max_loras),
-            (cdiv(num_rows, _BLOCK), 1, 1),
-            (num_rows, top_k, num_experts, max_loras),
-            (_BLOCK, has_pdl(indices.device)),
-            launch_pdl=has_pdl(indices.device),
-        )(indices, row_adapter, keys)
+        launch = _gather_launch(
+            indices.dtype, row_adapter is None, has_pdl(indices.device),
+            num_rows, top_k, num_experts, max_loras,
+        )  # fmt: skip
+        launch(indices, row_adapter, keys)
     return keys
+
+
+@functools.lru_cache(4096)
+def _gather_launch(
+    dtype: torch.dtype,
+    is_one_slot: bool,
+    pdl: bool,
+    num_rows: int,
+    top_k: int,
+    num_experts: int,
+    max_loras: int,
+) -> Launch:
+    return Launch(
+        gather_keys_kernel,
+        (dtype, is_one_slot, top_k, num_experts, max_loras),
+        (cdiv(num_rows, _BLOCK), 1, 1),
+        (num_rows, top_k, num_experts, max_loras),
+        (_BLOCK, pdl),
+        launch_pdl=pdl,
+    )
 
 
 def grouped_keys_triton(
@@ -142,22 +161,32 @@ def grouped_keys_triton(
     """Launch `grouped_keys_kernel`; see `keys.grouped_keys`."""
     num_rows = row_end - row_offset
     keys = expert_offsets.new_empty(num_rows) if out is None else out
-    layer_experts = expert_offsets.shape[0] - 1
     if num_rows:
-        Launch(
-            grouped_keys_kernel,
-            (row_adapter is None, layer_experts, num_experts, max_loras),
-            (cdiv(num_rows, _BLOCK), 1, 1),
-            (
-                num_tokens,
-                row_offset,
-                row_end,
-                sorted_token_ids.shape[0],
-                layer_experts,
-                num_experts,
-                max_loras,
-            ),
-            (_BLOCK, next_power_of_2(layer_experts), has_pdl(expert_offsets.device)),
-            launch_pdl=has_pdl(expert_offsets.device),
-        )(expert_offsets, sorted_token_ids, row_adapter, keys)
+        launch = _grouped_launch(
+            row_adapter is None, has_pdl(expert_offsets.device), num_tokens, row_offset, row_end,
+            sorted_token_ids.shape[0], expert_offsets.shape[0] - 1, num_experts, max_loras,
+        )  # fmt: skip
+        launch(expert_offsets, sorted_token_ids, row_adapter, keys)
     return keys
+
+
+@functools.lru_cache(4096)
+def _grouped_launch(
+    is_one_slot: bool,
+    pdl: bool,
+    num_tokens: int,
+    row_offset: int,
+    row_end: int,
+    total_rows: int,
+    layer_experts: int,
+    num_experts: int,
+    max_loras: int,
+) -> Launch:
+    return Launch(
+        grouped_keys_kernel,
+        (is_one_slot, layer_experts, num_experts, max_loras),
+        (cdiv(row_end - row_offset, _BLOCK), 1, 1),
+        (num_tokens, row_offset, row_end, total_rows, layer_experts, num_experts, max_loras),
+        (_BLOCK, next_power_of_2(layer_experts), pdl),
+        launch_pdl=pdl,
+    )
