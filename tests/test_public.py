@@ -34,7 +34,7 @@ ORDER = [
     {"route"},
     {"expert_route"},
     {"ops"},
-    {"adapter", "device_memory"},
+    {"adapter", "device_memory", "picture"},
     {"peft", "slot_layout"},
     {"transfer"},
     {"expert_pool"},
@@ -61,7 +61,7 @@ HEAVY = {
     "pydantic": {"server"},
     "prometheus_client": {"server", "cli"},
     "uvicorn": {"server", "cli"},
-    "matplotlib": {"verify", "bench"},
+    "matplotlib": {"picture"},
     "vllm": {"integrations"},
 }
 # What may be missing where the tests run; modules that need it are not imported then.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lorafold.errors import BackendError, LoraError
+from lorafold.picture import load_matplotlib, writing
 
 __all__ = ["OURS", "Series", "draw"]
 
@@ -46,17 +46,10 @@ def draw(
         BackendError: if matplotlib is not installed.
         LoraError: if the file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise BackendError(
-            "a picture is drawn by matplotlib, which is not installed\n"
-            "hint: pip install 'lorafold[plot]'"
-        ) from error
+    matplotlib, figure_type = load_matplotlib()
     ranks, sites = _distinct(rows, "rank"), _distinct(rows, "site")
     with matplotlib.rc_context({"svg.hashsalt": "lorafold", "font.size": 8}):
-        figure = Figure(
+        figure = figure_type(
             figsize=(1.2 + 2.4 * len(sites), 1.3 + 2.1 * len(ranks)), layout="constrained"
         )
         panels = figure.subplots(len(ranks), len(sites), sharey=True, squeeze=False)
@@ -72,11 +65,9 @@ def draw(
         figure.supxlabel("rows / adapters")
         figure.suptitle(f"{title}: lower is better")
         path = Path(path)
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except (OSError, ValueError) as error:
-            raise LoraError(f"the picture cannot be written to `{path}`: {error}") from error
 
 
 def _panel(axes: Any, rows: Sequence[Mapping[str, Any]], series: Sequence[Series]) -> None:

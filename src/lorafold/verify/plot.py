@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lorafold.errors import BackendError, LoraError
+from lorafold.picture import load_matplotlib, writing
 from lorafold.verify.report import Line, Report
 
 __all__ = ["plot"]
@@ -25,16 +25,10 @@ def plot(report: Report, path: str | Path) -> None:
         BackendError: if matplotlib is not installed.
         LoraError: if the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise BackendError(
-            "a picture is drawn by matplotlib, which is not installed\n"
-            "hint: pip install 'lorafold[plot]'"
-        ) from error
+    _, figure_type = load_matplotlib()
     lines = [line for line in report.lines if line.status != "skipped"]
     checks = list(dict.fromkeys(line.check for line in lines))
-    figure = Figure(figsize=(9, 1.2 + 0.34 * len(checks)), layout="constrained")
+    figure = figure_type(figsize=(9, 1.2 + 0.34 * len(checks)), layout="constrained")
     axes = figure.add_subplot()
     for numerics, shift in (("gemv", -0.2), ("mma", 0.2)):
         some = [line for line in lines if line.numerics == numerics]
@@ -58,10 +52,8 @@ def plot(report: Report, path: str | Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if len({line.numerics for line in lines}) > 1:
         axes.legend(frameon=False, loc="lower right")
-    try:
+    with writing(path):
         figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise LoraError(f"the picture cannot be written to `{path}`: {error}") from error
 
 
 def _label(line: Line) -> str:
