@@ -41,6 +41,7 @@ from benchmarks.record import add_json_option, describe, save
 from lorafold.errors import AdapterNotFoundError
 from lorafold.ops.compiled import _started
 from lorafold.pool import Pool
+from lorafold.route import tables_of
 from lorafold.store import AdapterStore
 
 __all__ = ["Settings", "main", "run"]
@@ -211,9 +212,7 @@ def _serve(
 def _addresses(pool: Pool) -> list[int]:
     routes = [pool.route(target) for target in pool.targets]
     return [pool._memory.data_ptr()] + [
-        table.data_ptr()
-        for route in routes
-        for table in (route.a_table, route.b_table, route.scale_table, route.rank_table)
+        table.data_ptr() for route in routes for table in tables_of(route)
     ]
 
 

@@ -30,10 +30,11 @@ from torch import Tensor
 import lorafold
 from benchmarks.record import describe
 from lorafold.bench import SITES, Site, Workload, graph_us
-from lorafold.numerics import SEGMENT
 from lorafold.ops import Plan, make_plan, tiles
 from lorafold.ops.launch import Call, prepare
+from lorafold.ops.scratch import num_segments
 from lorafold.ops.tiles import ExpandTile, ShrinkTile
+from lorafold.route import tables_of
 
 __all__ = ["expand_candidates", "main", "shrink_candidates"]
 
@@ -127,11 +128,12 @@ def prepared(
 
 def run_shrink(load: Workload, tile: ShrinkTile, index: int = 0) -> None:
     call, plan = load.calls[index], load.plan
+    a_tables, _, _, rank_tables = zip(*map(tables_of, call.routes), strict=True)
     prepared(load, shrink=tile).shrink(
         call.x,
         load.scratch,
-        tuple(r.a_table for r in call.routes),
-        tuple(r.rank_table for r in call.routes),
+        a_tables,
+        rank_tables,
         plan.tile_key,
         plan.tile_rows,
         None,
@@ -140,12 +142,13 @@ def run_shrink(load: Workload, tile: ShrinkTile, index: int = 0) -> None:
 
 def run_expand(load: Workload, tile: ExpandTile, index: int = 0) -> None:
     call, plan = load.calls[index], load.plan
+    _, b_tables, scale_tables, rank_tables = zip(*map(tables_of, call.routes), strict=True)
     prepared(load, expand=tile).expand(
         load.scratch,
         call.outs,
-        tuple(r.b_table for r in call.routes),
-        tuple(r.scale_table for r in call.routes),
-        tuple(r.rank_table for r in call.routes),
+        b_tables,
+        scale_tables,
+        rank_tables,
         plan.tile_key,
         plan.tile_rows,
     )
@@ -233,7 +236,7 @@ def write_table(records: list[dict[str, Any]]) -> None:
     table["shrink"], table["expand"] = [], []
     for row in (row for record in records for row in record["rows"]):
         height, num_tiles, ranks = row["tile_rows"], row["num_tiles"], row["rank"] * row["slices"]
-        segments = tiles.cdiv(row["k_in"], SEGMENT)
+        segments = num_segments(row["k_in"])
         _, shrink, expand = row["pair"][0]
         table["shrink"].append([[height, num_tiles, ranks, row["slices"], segments], shrink[2:]])
         shape = [height, num_tiles, row["rank"], row["columns"], segments]

@@ -107,6 +107,11 @@ class Tables(Protocol):
     def device(self) -> torch.device: ...
 
 
+def tables_of(route: Tables) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A addresses, B addresses, scales, ranks: the order in which operators take them."""
+    return route.a_table, route.b_table, route.scale_table, route.rank_table
+
+
 def check_tables(route: Tables) -> None:
     """Whether a route's tables fit together; raises RouteError naming the table if not."""
     expected = {

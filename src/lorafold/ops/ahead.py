@@ -19,7 +19,6 @@ from lorafold.numerics import Numerics, resolve
 from lorafold.ops import tiles
 from lorafold.ops.beside import MOST_ROWS
 from lorafold.ops.plan import Plan
-from lorafold.ops.scratch import num_sums
 
 if TYPE_CHECKING:
     from lorafold.ops.compiled import Launch
@@ -105,20 +104,15 @@ def distinct_rows(shape: CallShape, max_tokens: int, numerics: Numerics) -> list
         >>> distinct_rows(CallShape(64, (64,), 16, num_keys=8), 1, "gemv")
         [1]
     """
-    segments, columns = num_sums(shape.k_in, numerics), sum(shape.n_outs)
     found: dict[object, int] = {}
     for num_rows in range(shape.rows_per_token, max_tokens * shape.rows_per_token + 1):
         height = tiles.plan_rows(num_rows, shape.num_keys)
         num_tiles = tiles.max_tiles(num_rows, shape.num_keys, height)
-        sizes = (
-            tiles.shrink_tile(
-                numerics, num_tiles, height, len(shape.n_outs), shape.k_in, shape.max_rank
-            ),
-            tiles.expand_tile(numerics, num_tiles, height, columns, shape.max_rank, segments),
-            num_rows <= MOST_ROWS,
-            tiles.next_power_of_2(num_rows),
+        sizes = tiles.call_tiles(
+            numerics, num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank
         )
-        found.setdefault(sizes, num_rows)
+        group = num_rows <= MOST_ROWS, tiles.next_power_of_2(num_rows)
+        found.setdefault((sizes, group), num_rows)
     return list(found.values())
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lorafold.numerics import Numerics, resolve
 from lorafold.ops.check import check_contents, check_keys, check_operands, check_routes
-from lorafold.ops.dense import apply_lora_bgmv, tables_of
+from lorafold.ops.dense import apply_lora_bgmv
 from lorafold.ops.levers import NO_APPLY
 from lorafold.ops.plan import Plan
 from lorafold.ops.routed import is_traced
-from lorafold.route import LoraRoute
+from lorafold.route import LoraRoute, tables_of
 
 __all__ = ["MOST_ROWS", "apply_lora_beside"]
 

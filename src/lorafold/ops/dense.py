@@ -12,9 +12,9 @@ from lorafold.ops.check import check_keys, check_operands, check_routes, check_s
 from lorafold.ops.levers import GEMV_MAX_M, NO_APPLY
 from lorafold.ops.plan import Plan
 from lorafold.ops.routed import is_traced, routed_delta
-from lorafold.route import LoraPair, LoraRoute
+from lorafold.route import LoraPair, LoraRoute, tables_of
 
-__all__ = ["apply_lora_bgmv", "apply_lora_delta", "tables_of"]
+__all__ = ["apply_lora_bgmv", "apply_lora_delta"]
 
 
 def apply_lora_delta(
@@ -143,11 +143,6 @@ def apply_lora_bgmv(
         # gradients are looked at anew each time.
         is_back = routes in plan.ready and not any(out.requires_grad for out in outs)
         plan.ready[routes] = Ready(routes, x, outs, seq_slot, plan, chosen) if is_back else None
-
-
-def tables_of(route: LoraRoute) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A addresses, B addresses, scales, ranks."""
-    return route.a_table, route.b_table, route.scale_table, route.rank_table
 
 
 def _tiles(

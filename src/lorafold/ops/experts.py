@@ -19,6 +19,7 @@ from lorafold.ops.keys import grouped_keys, make_gathered_plan
 from lorafold.ops.levers import NO_APPLY
 from lorafold.ops.plan import Plan, make_plan
 from lorafold.ops.routed import routed_delta
+from lorafold.route import tables_of
 
 __all__ = [
     "MLG_M_TILE",
@@ -268,12 +269,11 @@ def _fold(
     scratch: Tensor | None,
 ) -> None:
     plan.check(base_out.shape[0], route.num_keys, x.device)
-    tables = (route.a_table, route.b_table, route.scale_table, route.rank_table)
     routed_delta(
         x,
         (base_out,),
         plan.keys,
-        (tables,),
+        (tables_of(route),),
         route.max_rank,
         resolve(numerics, x.device),
         source=source,

@@ -66,14 +66,10 @@ def prepare(
         num_tiles, block_rows = plan_tiles
     segments, gemv, slices = num_sums(k_in, numerics), numerics == "gemv", len(n_outs)
     shared_memory, pdl = shared_memory_of(device), has_pdl(device)
-    if shrink is None:
-        shrink = tiles.shrink_tile(
-            numerics, num_tiles, block_rows, slices, k_in, max_rank, shared_memory
-        )
-    if expand is None:
-        expand = tiles.expand_tile(
-            numerics, num_tiles, block_rows, sum(n_outs), max_rank, segments, shared_memory
-        )
+    own_shrink, own_expand = tiles.call_tiles(
+        numerics, num_tiles, block_rows, k_in, n_outs, max_rank, shared_memory
+    )
+    shrink, expand = shrink or own_shrink, expand or own_expand
 
     def row_programs(tile: tiles.ShrinkTile | tiles.ExpandTile) -> int:
         if plan_tiles is None:

@@ -17,7 +17,7 @@ from lorafold.ops.check import check_contents, check_scratch
 from lorafold.ops.compiled import Bound, is_watched
 from lorafold.ops.launch import prepare_call
 from lorafold.ops.plan import Plan
-from lorafold.route import LoraRoute
+from lorafold.route import LoraRoute, tables_of
 
 __all__ = ["Ready"]
 
@@ -50,8 +50,8 @@ class Ready:
         self._seq_slot, self._slots_layout = seq_slot, _layout(seq_slot)
         self._layouts = [_layout(t) for t in (x, *outs)]
         self._tables = [
-            tuple([getattr(route, name).data_ptr() for route in routes])
-            for name in ("a_table", "b_table", "scale_table", "rank_table")
+            tuple([table.data_ptr() for table in tables])
+            for tables in zip(*map(tables_of, routes), strict=True)
         ]
         self._tiles = plan.tile_key.data_ptr(), plan.tile_rows.data_ptr()
         self._call = prepare_call(

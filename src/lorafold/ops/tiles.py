@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import TypeVar
 
-from lorafold.numerics import SEGMENT, Numerics
+from lorafold.numerics import Numerics
+from lorafold.ops.scratch import num_segments, num_sums
 
 __all__ = [
     "SHARED_MEMORY",
     "ExpandTile",
     "ShrinkTile",
+    "call_tiles",
     "cdiv",
     "expand_tile",
     "max_tiles",
@@ -118,7 +120,7 @@ def shrink_tile(
     if numerics == "gemv":
         return ShrinkTile(tile_rows, 4, 4, _lanes(k_in) * 8, 4, 2)
     ranks = num_slices * max_rank
-    shape = (tile_rows, num_tiles, ranks, num_slices, cdiv(k_in, SEGMENT))
+    shape = (tile_rows, num_tiles, ranks, num_slices, num_segments(k_in))
     block_ranks, block_k, warps, stages = _nearest("shrink", shape)
     tile = ShrinkTile(
         tile_rows,
@@ -154,6 +156,24 @@ def expand_tile(
         block_cols, blocks, stages = min(block_cols, 128), 1, 1  # a run must hold all ranks at once
     tile = ExpandTile(tile_rows, tile_rows, block_cols, blocks, block_k, warps, stages)
     return _fitting(tile, shared_memory)
+
+
+def call_tiles(
+    numerics: Numerics,
+    num_tiles: int,
+    tile_rows: int,
+    k_in: int,
+    n_outs: tuple[int, ...],
+    max_rank: int,
+    shared_memory: int = SHARED_MEMORY,
+) -> tuple[ShrinkTile, ExpandTile]:
+    """The block sizes of both kernels of a call."""
+    fixed = numerics, num_tiles, tile_rows
+    segments = num_sums(k_in, numerics)
+    return (
+        shrink_tile(*fixed, len(n_outs), k_in, max_rank, shared_memory),
+        expand_tile(*fixed, sum(n_outs), max_rank, segments, shared_memory),
+    )
 
 
 _Tile = TypeVar("_Tile", ShrinkTile, ExpandTile)
