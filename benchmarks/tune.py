@@ -16,10 +16,9 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch import Tensor
 import lorafold
 from benchmarks.record import describe
 from lorafold.bench import SITES, Site, Workload, graph_us
+from lorafold.numerics import SEGMENT
 from lorafold.ops import Plan, make_plan, tiles
 from lorafold.ops.launch import Call, prepare
 from lorafold.ops.scratch import num_segments
@@ -39,10 +39,9 @@ from lorafold.route import tables_of
 __all__ = ["expand_candidates", "main", "shrink_candidates"]
 
 SHARED_MEMORY = 220 * 1024
-_PAIRED = 4
-"""Of the shrinks and of the expands, how many are timed in pairs."""
+Pair = tuple[ShrinkTile, ExpandTile]
 
-LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8), (1024, 8), (2048, 8), (8192, 1))
+LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8), (2048, 8), (8192, 1))
 """(rows, adapters) of the calls that are tuned for."""
 
 EXPERTS = (
@@ -52,8 +51,7 @@ EXPERTS = (
 """The projections of Qwen3-30B-A3B's experts: each expert of an adapter is a key of its own."""
 
 EXPERT_LOADS = (
-    (8, 128), (64, 128), (512, 128), (2048, 128), (16384, 128), (512, 1024), (2048, 1024),
-    (16384, 1024),
+    (64, 128), (512, 128), (2048, 128), (16384, 128), (512, 1024), (2048, 1024), (16384, 1024),
 )  # fmt: skip
 
 EVERY = SITES | {site.name: site for site in EXPERTS}
@@ -61,36 +59,73 @@ EVERY = SITES | {site.name: site for site in EXPERTS}
 TABLE = Path(lorafold.__file__).parent / "data" / "tiles.json"
 
 
+def heights_of(rows: int, adapters: int) -> tuple[int, ...]:
+    """Rows of a tile that are worth trying for that many rows per adapter."""
+    average = rows // min(rows, adapters)
+    return (8, 16) if average <= 16 else (16, 32) if average <= 64 else (32, 64)[average > 512 :]
+
+
+_SHRINKS = {
+    False: (
+        (16, 128, 2, 4), (16, 256, 2, 3), (16, 1024, 2, 1), (64, 64, 4, 5), (64, 128, 4, 5),
+        (64, 256, 4, 3), (64, 1024, 4, 1), (128, 128, 8, 3),
+    ),
+    True: (
+        (16, 128, 2, 4), (16, 128, 4, 5), (16, 256, 2, 3), (64, 64, 4, 5), (64, 128, 4, 3),
+        (64, 128, 4, 5), (128, 64, 4, 5), (256, 64, 8, 4),
+    ),
+}  # fmt: skip
+"""Ranks, K, warps and stages, for low and for high tiles."""
+
+_EXPANDS = {
+    False: (
+        (128, 1, 4, 1), (256, 1, 4, 1), (512, 1, 8, 1), (64, 4, 4, 3), (128, 2, 4, 2),
+        (128, 4, 4, 3), (128, 8, 4, 3),
+    ),
+    True: (
+        (256, 1, 4, 1), (64, 4, 4, 3), (128, 4, 4, 3), (128, 8, 4, 3), (128, 4, 8, 3),
+        (128, 16, 8, 3),
+    ),
+}  # fmt: skip
+"""Columns, blocks, warps and stages, likewise."""
+
+
 def shrink_candidates(tile_rows: int, rank: int, num_slices: int) -> list[ShrinkTile]:
     """Block sizes that fit the device and have work for their warps."""
+    widest, is_high = max(16, tiles.next_power_of_2(rank * num_slices)), tile_rows > 16
     found = []
-    widest = tiles.next_power_of_2(rank * num_slices)
-    for ranks in (16, 32, 64, 128, 256):
-        for block_k, warps, stages in (
-            (64, 2, 4), (64, 4, 3), (64, 4, 5), (64, 8, 4), (128, 2, 4), (128, 4, 3), (128, 4, 5),
-            (128, 8, 3), (256, 4, 3), (1024, 2, 1), (1024, 4, 1),
-        ):  # fmt: skip
-            size = (ranks + tile_rows) * block_k * 2 * stages
-            outputs = ranks * tile_rows
-            enough = 128 * warps <= outputs <= 4096 * warps or (outputs == 256 and warps == 2)
-            if ranks <= max(16, widest) and size <= SHARED_MEMORY and enough:
-                found.append(ShrinkTile(tile_rows, tile_rows, ranks, block_k, warps, stages))
+    for ranks, block_k, warps, stages in _SHRINKS[is_high]:
+        size, outputs = (ranks + tile_rows) * block_k * 2 * stages, ranks * tile_rows
+        if ranks <= widest and size <= SHARED_MEMORY and outputs <= 4096 * warps:
+            sizes = tile_rows, tile_rows, ranks, block_k, warps, stages
+            found += [
+                ShrinkTile(*sizes, early) for early in (True, False) if block_k > 128 or not early
+            ]
     return found
 
 
 def expand_candidates(tile_rows: int, rank: int) -> list[ExpandTile]:
     """Block sizes that fit the device and have work for their warps."""
-    found = []
-    block_k = max(16, rank)
-    for cols, blocks, warps, stages in (
-        (64, 1, 4, 1), (128, 1, 4, 1), (128, 2, 4, 2), (128, 4, 4, 3), (128, 8, 4, 3),
-        (128, 4, 8, 3), (128, 8, 8, 3), (128, 16, 8, 3), (64, 4, 4, 3), (64, 8, 4, 3),
-        (256, 2, 8, 2), (256, 4, 8, 2),
-    ):  # fmt: skip
+    found, block_k = [], max(16, rank)
+    for cols, blocks, warps, stages in _EXPANDS[tile_rows > 16]:
         size = stages * cols * 2 * (block_k + tile_rows)
-        if size < SHARED_MEMORY and cols * tile_rows <= 4096 * warps:
-            found.append(ExpandTile(tile_rows, tile_rows, cols, blocks, block_k, warps, stages))
+        if size < SHARED_MEMORY and cols * max(tile_rows, block_k // 2) <= 4096 * warps:
+            sizes = tile_rows, tile_rows, cols, blocks, block_k, warps, stages
+            found += [
+                ExpandTile(*sizes, ahead)
+                for ahead in (True, False)
+                if tile_rows > 16 or blocks == 1 or ahead
+            ]
     return found
+
+
+def may_pair(shrink: ShrinkTile, expand: ExpandTile) -> bool:
+    """Not: a late shrink of whole segments before single blocks, which has two speeds, one of them
+    poor; an early one before a run that would read ahead, which it then does not.
+    """
+    if expand.blocks == 1:
+        return shrink.early or shrink.block_k < SEGMENT
+    return not (shrink.early and expand.ahead) or expand.tile_rows <= 16
 
 
 def loads_of(site: str) -> tuple[tuple[int, int], ...]:
@@ -126,32 +161,12 @@ def prepared(
     )  # fmt: skip
 
 
-def run_shrink(load: Workload, tile: ShrinkTile, index: int = 0) -> None:
+def run_pair(load: Workload, shrink: ShrinkTile, expand: ExpandTile, index: int = 0) -> None:
     call, plan = load.calls[index], load.plan
-    a_tables, _, _, rank_tables = zip(*map(tables_of, call.routes), strict=True)
-    prepared(load, shrink=tile).shrink(
-        call.x,
-        load.scratch,
-        a_tables,
-        rank_tables,
-        plan.tile_key,
-        plan.tile_rows,
-        None,
-    )
-
-
-def run_expand(load: Workload, tile: ExpandTile, index: int = 0) -> None:
-    call, plan = load.calls[index], load.plan
-    _, b_tables, scale_tables, rank_tables = zip(*map(tables_of, call.routes), strict=True)
-    prepared(load, expand=tile).expand(
-        load.scratch,
-        call.outs,
-        b_tables,
-        scale_tables,
-        rank_tables,
-        plan.tile_key,
-        plan.tile_rows,
-    )
+    a_tables, b_tables, scale_tables, rank_tables = zip(*map(tables_of, call.routes), strict=True)
+    launches, rows = prepared(load, shrink, expand), (plan.tile_key, plan.tile_rows)
+    launches.shrink(call.x, load.scratch, a_tables, rank_tables, *rows, None)
+    launches.expand(load.scratch, call.outs, b_tables, scale_tables, rank_tables, *rows)
 
 
 def compile_share(work: tuple[str, int, int, int, int]) -> int:
@@ -160,74 +175,79 @@ def compile_share(work: tuple[str, int, int, int, int]) -> int:
     site = EVERY[site_name]
     load = Workload(site, rank, 64, 2, repetitions=1)
     set_height(load, height)
-    done = 0
-    for tile in [
-        *shrink_candidates(height, rank, len(site.n_outs)),
-        *expand_candidates(height, rank),
-    ][share::shares]:
-        (run_shrink if isinstance(tile, ShrinkTile) else run_expand)(load, tile)
-        done += 1
+    shrinks, expands = candidates(site, rank, height)
+    pairs = [(s, expands[0]) for s in shrinks]
+    ends = {s.early: s for s in shrinks}
+    pairs += [(s, e) for e in expands for s in ends.values()]
     torch.cuda.synchronize()
-    return done
+    return len(pairs[share::shares])
 
 
-def check_bits(load: Workload, found: list[ShrinkTile] | list[ExpandTile]) -> None:
-    """Stop if two candidates differ in a bit."""
+def candidates(site: Site, rank: int, height: int) -> tuple[list[ShrinkTile], list[ExpandTile]]:
+    return shrink_candidates(height, rank, len(site.n_outs)), expand_candidates(height, rank)
+
+
+def check_bits(load: Workload, pairs: Sequence[Pair]) -> None:
+    """Stop if two pairs differ in a bit."""
     outs, first = load.calls[0].outs, None
     start = [out.clone() for out in outs]
-    for tile in found:
-        load.scratch.zero_()
-        if isinstance(tile, ShrinkTile):
-            run_shrink(load, tile)
-            result = load.scratch.clone()
-        else:
-            run_shrink(load, shrink_candidates(load.plan.block_rows, load.rank, len(outs))[0])
-            run_expand(load, tile)
-            result = torch.cat([out.flatten() for out in outs]).view(torch.int16)
-            for out, before in zip(outs, start, strict=True):
-                out.copy_(before)
+    for pair in pairs:
+        load.scratch.fill_(255)
+        run_pair(load, *pair)
+        result = torch.cat([out.flatten() for out in outs]).view(torch.int16)
+        for out, before in zip(outs, start, strict=True):
+            out.copy_(before)
         if first is not None and not torch.equal(result, first):
-            raise SystemExit(f"{load.site.name} R{load.rank}: {tile} gives other bits")
+            raise SystemExit(f"{load.site.name} R{load.rank}: {pair} gives other bits")
         first = result
 
 
-def run_pair(load: Workload, shrink: ShrinkTile, expand: ExpandTile, index: int) -> None:
-    run_shrink(load, shrink, index)
-    run_expand(load, expand, index)
+def time_pairs(load: Workload, found: dict[Pair, list[float]], pairs: Sequence[Pair]) -> list[Pair]:
+    """Add a time to each pair's, checking the bits of new ones; fastest first."""
+    pairs = [pair for pair in dict.fromkeys(pairs) if may_pair(*pair)]
+    check_bits(load, [*list(found)[:1], *(pair for pair in pairs if pair not in found)])
+    for pair in pairs:
+        calls = [partial(run_pair, load, *pair, i) for i in range(len(load.calls))]
+        found.setdefault(pair, []).append(round(graph_us(calls, 3), 2))
+    return sorted(pairs, key=lambda pair: max(found[pair]))
 
 
-def _timed(
-    candidates: Sequence[tuple[Any, ...]], run: Callable[..., None], indices: range
-) -> list[list[Any]]:
-    """[microseconds, *candidate] of each, fastest first."""
-    timed = [
-        [round(graph_us([partial(run, *each, i) for i in indices], 3), 2), *each]
-        for each in candidates
-    ]
-    return sorted(timed, key=lambda row: row[0])
+def search(load: Workload) -> dict[Pair, list[float]]:
+    """Times of pairs: the best shrink for a usual expand, the best expand for it, again among the
+    best of both, and those once more in graphs of their own.
+    """
+    shrinks, expands = candidates(load.site, load.rank, load.plan.block_rows)
+    few = load.num_rows * sum(load.site.n_outs) < 1 << 20
+    usual = next(e for e in expands if (e.blocks == 1) == few and e.block_cols >= 128)
+    found: dict[Pair, list[float]] = {}
+    best = [s for s, _ in time_pairs(load, found, [(s, usual) for s in shrinks])]
+    both = time_pairs(load, found, [(best[0], e) for e in expands])
+    time_pairs(load, found, [(s, e) for s in best[1:5] for _, e in both[:2] if (s, e) not in found])
+    last = sorted(found, key=lambda pair: found[pair][0])[:4]
+    for _ in range(2):
+        time_pairs(load, found, last)
+    times = {pair: max(us) if len(us) > 1 else us[0] + 1000 for pair, us in found.items()}
+    return {pair: found[pair] for pair in sorted(found, key=times.__getitem__)}
 
 
-def measure(site: str, rank: int, rows: int, adapters: int) -> dict[str, Any]:
-    """One row: all candidates, fastest first."""
-    load = Workload(EVERY[site], rank, rows, adapters, repetitions=160)
-    height, indices = load.plan.block_rows, range(len(load.calls))
-    shrinks = shrink_candidates(height, rank, len(EVERY[site].n_outs))
-    expands = expand_candidates(height, rank)
-    row: dict[str, Any] = {
-        "site": site, "slices": len(EVERY[site].n_outs), "rank": rank, "rows": rows,
-        "adapters": adapters, "tile_rows": height, "num_tiles": load.plan.tile_key.shape[0],
-        "k_in": EVERY[site].k_in, "columns": sum(EVERY[site].n_outs),
-        "floor_us": round(load.floor_us, 2),
-    }  # fmt: skip
-    best: list[list[Any]] = []
-    for name, found, run in (("shrink", shrinks, run_shrink), ("expand", expands, run_expand)):
-        check_bits(load, found)
-        timed = _timed([(t,) for t in found], partial(run, load), indices)
-        best.append([tile for _, tile in timed[:_PAIRED]])
-        row[name] = [[us, *dataclasses.astuple(tile)] for us, tile in timed]
-    pairs = _timed(list(product(*best)), partial(run_pair, load), indices)
-    row["pair"] = [[us, *map(dataclasses.astuple, pair)] for us, *pair in pairs]
-    return row
+def measure(site: str, rank: int, rows: int, adapters: int) -> list[dict[str, Any]]:
+    """One row per height of a tile: the pairs that were tried, fastest first."""
+    load = Workload(EVERY[site], rank, rows, adapters, repetitions=100)
+    records = []
+    for height in heights_of(rows, adapters):
+        set_height(load, height)
+        found = search(load)
+        records.append({
+            "site": site, "slices": len(EVERY[site].n_outs), "rank": rank, "rows": rows,
+            "adapters": adapters, "tile_rows": height, "num_tiles": load.plan.tile_key.shape[0],
+            "k_in": EVERY[site].k_in, "columns": sum(EVERY[site].n_outs),
+            "floor_us": round(load.floor_us, 2),
+            "pair": [
+                [max(us), *(dataclasses.astuple(tile) for tile in pair)]
+                for pair, us in list(found.items())[:8]
+            ],
+        })  # fmt: skip
+    return records
 
 
 def write_table(records: list[dict[str, Any]]) -> None:
@@ -262,10 +282,10 @@ def main() -> None:
     keys = [(s, int(r)) for s in args.sites.split(",") for r in args.ranks.split(",")]
     loads = args.loads and [tuple(map(int, load.split("x"))) for load in args.loads.split(",")]
     work = [
-        (site, rank, height, share, 2)
+        (site, rank, height, share, 4)
         for site, rank in keys
-        for height in sorted({tiles.plan_rows(*load) for load in loads or loads_of(site)})
-        for share in (0, 1)
+        for height in sorted({h for load in loads or loads_of(site) for h in heights_of(*load)})
+        for share in range(4)
     ]
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
         compiled = sum(pool.map(compile_share, work))
@@ -275,12 +295,15 @@ def main() -> None:
         if time.monotonic() - started > args.seconds:
             print("out of time")
             break
-        rows.append(measure(site, rank, *load))
-        us, shrink, expand = rows[-1]["pair"][0]
-        print(
-            f"{site} R{rank} {load[0]} rows {load[1]} adapters: {us} {shrink[2:]} {expand[2:]}",
-            flush=True,
-        )
+        for row in measure(site, rank, *load):
+            rows.append(row)
+            us, shrink, expand = row["pair"][0]
+            print(
+                f"{site} R{rank} {load[0]} rows {load[1]} adapters, tiles of {row['tile_rows']}: "
+                f"floor {row['floor_us']}, {us} {shrink[2:]} {expand[2:]}, "
+                f"after {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
         args.out.write_text(json.dumps(describe("tune", rows)) + "\n")
     print(f"{time.monotonic() - started:.0f} s")
 

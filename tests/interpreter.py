@@ -11,8 +11,8 @@ arithmetic and `tl.dot` on the raw 16-bit integers, and rounds `tl.fma` twice. `
     gdc_wait, gdc_launch_dependents    do nothing
 
 A call of a device function no longer patches the whole language anew, which saves much time.
-Whatever else would be wrong for bf16 raises NotImplementedError instead. A kernel must not need
-`tl.sum` of fp32 in its result: numpy's order is no device's order.
+Whatever else would be wrong for bf16 raises NotImplementedError instead, and so does `tl.sum` of
+more than two fp32: numpy's order is no device's order, and two have only one.
 
 Triton chooses the interpreter when a kernel is defined, so TRITON_INTERPRET=1 must be in the
 environment before the first module with kernels is imported; tests/conftest.py sees to that, on
@@ -61,6 +61,7 @@ def install(model: TensorCoreModel = HOPPER) -> None:
     interpreter._patch_lang = _once_per_launch(interpreter._patch_lang, tl, interpreter)
     reductions = interpreter.ReduceScanOpInterface
     reductions.check_tensor = _refuse_bf16(reductions.check_tensor, tl)
+    interpreter.ReduceOps.sum = _sum_of_two(interpreter.ReduceOps.sum, tl)
     # As the tensor cores do; by default the interpreter takes any size.
     functions = interpreter.interpreter_builder.codegen_fns
     functions["min_dot_size"] = lambda a, b: (1, 1, 256 // a.scalar.primitive_bitwidth)
@@ -198,3 +199,16 @@ def _refuse_bf16(original: Callable[..., Any], tl: Any) -> Callable[..., Any]:
         original(self, tensors)
 
     return check
+
+
+def _sum_of_two(original: Callable[..., Any], tl: Any) -> Callable[..., Any]:
+    def total(self: Any, values: Any) -> Any:
+        if values.dtype.scalar != tl.float32:
+            return original(self, values)
+        if values.shape[self.axis] != 2 or self.keep_dims:
+            raise NotImplementedError(f"interpreted sum of fp32 {values.shape} over {self.axis}")
+        with np.errstate(all="ignore"):
+            halves = np.moveaxis(values.handle.data, self.axis, 0)
+            return self.to_tensor(halves[0] + halves[1], values.dtype)  # numpy's sum loses -0
+
+    return total

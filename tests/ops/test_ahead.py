@@ -26,14 +26,11 @@ SHAPES = [
 @pytest.mark.parametrize("numerics", ["gemv", "mma"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_number_of_rows_has_its_blocks_among_those_compiled(shape, numerics):
-    def blocks(num_rows: int) -> tuple[tiles.ShrinkTile, tiles.ExpandTile]:
+    def blocks(num_rows: int) -> tuple[object, object]:
         height = tiles.plan_rows(num_rows, shape.num_keys)
         num_tiles = tiles.max_tiles(num_rows, shape.num_keys, height)
-        slices, segments = len(shape.n_outs), -(-shape.k_in // 1024)
-        sums = segments if numerics == "mma" and segments > 1 else 0
-        return (
-            tiles.shrink_tile(numerics, num_tiles, height, slices, shape.k_in, shape.max_rank),
-            tiles.expand_tile(numerics, num_tiles, height, sum(shape.n_outs), shape.max_rank, sums),
+        return tiles.call_tiles(
+            numerics, num_rows, num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank
         )
 
     most = 300 * shape.rows_per_token
@@ -49,11 +46,12 @@ def test_nothing_is_compiled_on_a_cpu():
 
 def num_compiled() -> int:
     """Kernels that Triton holds for the first device."""
-    from lorafold.ops import expand, fold, group, shrink
+    from lorafold.ops import expand, fold, gemv_expand, gemv_shrink, group, shrink
 
     kernels = [
         expand.expand_kernel, fold.fold_kernel, group.count_kernel, group.fence_kernel,
         group.group_few_kernel, group.place_kernel, group.scan_kernel, shrink.shrink_kernel,
+        gemv_expand.gemv_expand_kernel, gemv_shrink.gemv_shrink_kernel,
     ]  # fmt: skip
     return sum(len(kernel.device_caches[0][0]) for kernel in kernels)
 

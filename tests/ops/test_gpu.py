@@ -223,32 +223,28 @@ def test_padding_does_not_enter(numerics, max_rank):
     assert_same_bits(results[1], results[0])
 
 
-def all_tiles(numerics: str) -> tuple[set[tiles.ShrinkTile], set[tiles.ExpandTile]]:
-    """Every tile that the rules return over a dense grid of shapes, at 16 rows or more."""
-    shrinks, expands = set(), set()
-    for num_tiles in (1, 2, 8, 24, 64, 100, 200, 512, 2048):
-        for tile_rows in (16, 32, 64):
-            for max_rank in (8, 16, 32, 64, 128, 256):
-                for slices in (1, 2, 3):
-                    for k_in in (512, 4096, 14336):
-                        shrinks.add(
-                            tiles.shrink_tile(
-                                numerics, num_tiles, tile_rows, slices, k_in, max_rank
-                            )
-                        )
-                for columns in (256, 4096, 28672):
-                    for segments in (0, 4, 14):
-                        expands.add(
-                            tiles.expand_tile(
-                                numerics, num_tiles, tile_rows, columns, max_rank, segments
-                            )
-                        )
-    return shrinks, expands
+def all_tiles(numerics: str, tile_rows: int) -> set[tiles.AnyShrinkTile | tiles.AnyExpandTile]:
+    """Every tile that the rules return over a dense grid of shapes, for tiles of that height."""
+    return {
+        tile
+        for num_tiles in (1, 2, 8, 24, 64, 100, 200, 512, 2048)
+        for rows_of_tile in ((1, 2, 4, 8, tile_rows) if numerics == "gemv" else (1,))
+        for max_rank in (8, 16, 32, 64, 128, 256)
+        for n_outs in ((256,), (4096, 1024), (14336, 14336))
+        for k_in in (512, 4096, 14336)
+        for tile in tiles.call_tiles(
+            numerics, num_tiles * rows_of_tile, num_tiles, tile_rows, k_in, n_outs, max_rank
+        )
+    }
 
 
-def tile_case(tile: tiles.ShrinkTile | tiles.ExpandTile) -> Case:
+def tile_case(tile: tiles.AnyShrinkTile | tiles.AnyExpandTile) -> Case:
     """A case that the tile is for: an expand's blocks hold all ranks up to their size."""
-    max_rank = min(256, tile.block_k) if isinstance(tile, tiles.ExpandTile) else 64
+    max_rank = 64
+    if isinstance(tile, tiles.ExpandTile):
+        max_rank = min(256, tile.block_k)
+    elif isinstance(tile, tiles.GemvExpandTile):
+        max_rank = min(256, 1024 * tile.num_warps // tile.block_cols)
     ranks = [max(1, max_rank // 2 - 1), max_rank, None, 5]
     return make_case(100, ranks, 4096, [640], max_rank, device="cuda", seed=9)
 
@@ -256,18 +252,15 @@ def tile_case(tile: tiles.ShrinkTile | tiles.ExpandTile) -> Case:
 @pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize("tile_rows", [16, 32, 64])
 def test_every_tile_gives_the_same_bits(numerics, tile_rows, monkeypatch):
-    shrinks, expands = all_tiles(numerics)
     monkeypatch.setattr(tiles, "plan_rows", lambda *_: tile_rows)
     truths: dict[int, torch.Tensor] = {}
-    for tile in sorted(shrinks | expands, key=repr):
-        if tile.tile_rows != tile_rows:
-            continue
+    for tile in sorted(all_tiles(numerics, tile_rows), key=repr):
         case = tile_case(tile)
         max_rank = case.routes[0].max_rank
         if max_rank not in truths:
             truths[max_rank] = case.truth(numerics, by_slot=True)[0]
-        kind = "shrink" if isinstance(tile, tiles.ShrinkTile) else "expand"
-        run(case, numerics, **{kind: tile})
+        is_shrink = isinstance(tile, tiles.ShrinkTile | tiles.GemvShrinkTile)
+        run(case, numerics, **{"shrink" if is_shrink else "expand": tile})
         assert_same_bits(case.out_buffers[0], truths[max_rank], repr(tile))
 
 

@@ -7,6 +7,8 @@ puts right; on a GPU they run as compiled.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -20,13 +22,29 @@ from tests.ops.cases import Case, assert_same_bits, make_case, poisoned
 NUMERICS = ("gemv", "mma")
 
 
+def plan_of_height(case: Case, tile_rows: int | None) -> Plan:
+    """A plan of the case's rows in tiles of that height, or of what its size gives."""
+    num_rows, num_keys = case.x.shape[0], case.routes[0].max_loras
+    plan = Plan.empty(num_rows, num_keys, case.x.device)
+    if tile_rows is not None:
+        num_tiles = tiles.max_tiles(num_rows, num_keys, tile_rows)
+        plan = dataclasses.replace(
+            plan,
+            block_rows=tile_rows,
+            tile_key=plan.tile_key.new_full((num_tiles,), -1),
+            tile_rows=plan.tile_rows.new_full((num_tiles * tile_rows,), -1),
+        )
+    group_triton(case.slots, plan)
+    return plan
+
+
 def run(
     case: Case,
     numerics: str,
     *,
     planned: bool = True,
-    shrink: tiles.ShrinkTile | None = None,
-    expand: tiles.ExpandTile | None = None,
+    shrink: tiles.AnyShrinkTile | None = None,
+    expand: tiles.AnyExpandTile | None = None,
     plan: Plan | None = None,
     folds: bool = True,
 ) -> None:
@@ -34,8 +52,8 @@ def run(
     first = case.routes[0]
     num_rows, device = case.x.shape[0], case.x.device
     if planned and plan is None:
-        plan = Plan.empty(num_rows, first.max_loras, device)
-        group_triton(case.slots, plan)
+        tile = shrink or expand
+        plan = plan_of_height(case, tile.tile_rows if tile else None)
     size = scratch_bytes(num_rows, len(case.routes), first.k_in, first.max_rank)
     scratch = poisoned((size // 2,), device).view(torch.uint8)
     tables = tuple(
@@ -111,47 +129,81 @@ def test_special_values(device, numerics):
     check(case, numerics)
 
 
-def shrink_variants(numerics: str, k_in: int) -> list[tiles.ShrinkTile]:
+def shrink_variants(numerics: str) -> Sequence[tiles.AnyShrinkTile]:
     if numerics == "gemv":
-        lanes = max(8, min(64, 1 << max(0, -(-k_in // 8) - 1).bit_length()))
-        sizes = [(4, 4), (1, 8), (16, 1)]
-        return [tiles.ShrinkTile(16, m, r, lanes * 8, 4, 2) for m, r in sizes]
+        sizes = [(4, 1, 4, 1), (1, 16, 1, 4), (2, 3, 2, 3), (8, 2, 1, 2)]
+        return [tiles.GemvShrinkTile(16, *each) for each in sizes]
+    sizes = [(16, 16, 4, 3, False), (32, 64, 4, 3, True), (16, 1024, 4, 1, True)]
+    sizes.append((16, 1024, 4, 1, False))
+    return [tiles.ShrinkTile(height, height, *each) for height in (8, 16) for each in sizes]
+
+
+def expand_variants(numerics: str) -> Sequence[tiles.AnyExpandTile]:
+    if numerics == "gemv":
+        sizes = [(4, 1, 64, 4), (1, 16, 16, 1), (2, 3, 32, 2), (8, 2, 16, 4)]
+        return [tiles.GemvExpandTile(16, *each) for each in sizes]
+    sizes = [(16, 1, 16, True), (64, 1, 32, False), (16, 2, 32, True), (32, 4, 32, False)]
     return [
-        tiles.ShrinkTile(16, 16, ranks, block_k, 4, 3)
-        for ranks, block_k in ((16, 16), (32, 64), (16, 1024))
+        tiles.ExpandTile(height, height, *each[:3], 4, 3, each[3])
+        for height in (8, 16)
+        for each in sizes
     ]
-
-
-def expand_variants(numerics: str, max_rank: int) -> list[tiles.ExpandTile]:
-    if numerics == "gemv":
-        lanes = max(8, min(64, 1 << max(0, -(-max_rank // 8) - 1).bit_length()))
-        sizes = [(4, 8), (1, 32), (16, 4)]
-        return [tiles.ExpandTile(16, m, c, 1, lanes * 8, 4, 1) for m, c in sizes]
-    sizes = [(16, 1, 16), (64, 1, 32), (16, 2, 32), (32, 4, 32)]
-    return [tiles.ExpandTile(16, 16, c, n, k, 4, 3) for c, n, k in sizes]
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_tile_sizes_do_not_change_bits(device, numerics):
-    shape = (6, [20, None, 9], 2100, [40], 24)
+    shape = (6, [20, None, 24], 2100, [40], 24)
     expected = make_case(*shape, device=device).truth(numerics)
-    for shrink in shrink_variants(numerics, 2100):
-        for expand in expand_variants(numerics, 24):
+    for shrink, expand in product(shrink_variants(numerics), expand_variants(numerics)):
+        if shrink.tile_rows == expand.tile_rows:
             case = make_case(*shape, device=device)
             run(case, numerics, shrink=shrink, expand=expand)
             assert_same_bits(case.out_buffers[0], expected[0], f"{shrink} {expand}")
 
 
-@pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize(("max_rank", "block_ranks"), [(8, 32), (8, 16), (12, 16), (24, 64)])
-def test_a_block_of_ranks_may_hold_several_slices(device, numerics, max_rank, block_ranks):
+def test_a_block_of_ranks_may_hold_several_slices(device, max_rank, block_ranks):
     shape = (7, [max_rank, None, 3], 1040, [16, 8, 24], max_rank)
-    expected = make_case(*shape, device=device).truth(numerics)
-    block_k, rows = (512, 4) if numerics == "gemv" else (64, 16)
+    expected = make_case(*shape, device=device).truth("mma")
     case = make_case(*shape, device=device)
-    run(case, numerics, shrink=tiles.ShrinkTile(16, rows, block_ranks, block_k, 4, 2))
+    run(case, "mma", shrink=tiles.ShrinkTile(16, 16, block_ranks, 64, 4, 2))
     for buffer, truth in zip(case.out_buffers, expected, strict=True):
-        assert_same_bits(buffer, truth, numerics)
+        assert_same_bits(buffer, truth, "mma")
+
+
+@pytest.mark.parametrize(
+    ("k_in", "max_rank", "x_pad"),
+    [
+        (4096, 16, 0),  # all vectors of a lane at once, or in equal groups
+        (3000, 8, 8),  # groups, whole vectors beyond them, and a lane in some of the lanes
+        (2307, 12, 0),  # and a tail; no row but the first starts at a multiple of 16 bytes
+        (640, 64, 3),  # x does not either
+        (520, 600, 8),  # more vectors of ranks than lanes
+        (511, 520, 8),
+    ],
+)
+def test_gemv_in_vectors_lanes_and_tails(device, k_in, max_rank, x_pad):
+    for tile in (0, 2):
+        ranks = [max_rank, None, max_rank - 3, 1]
+        case = make_case(6, ranks, k_in, [24, 9], max_rank, device=device, x_pad=x_pad, out_pad=3)
+        sizes = {"shrink": shrink_variants("gemv")[tile], "expand": expand_variants("gemv")[tile]}
+        expected = case.truth("gemv", by_slot=True)
+        run(case, "gemv", **sizes)
+        for buffer, truth in zip(case.out_buffers, expected, strict=True):
+            assert_same_bits(buffer, truth, str(sizes))
+
+
+def test_gemv_keeps_a_minus_zero(device):
+    """Products that underflow leave -0 in lanes, which a further +0 would turn into +0."""
+    for k_in, rank in ((512, 1), (520, 8), (1024, 5), (4096, 16)):
+        case = make_case(3, [rank], k_in, [16], 16, device=device, slots=[0] * 3)
+        pair = case.pairs[0][0]
+        assert pair is not None
+        case.x[:] = 2.0**-133
+        pair.a[:rank] = -(2.0**-133)
+        pair.b[:, :rank] = 1.0
+        case.outs[0][:] = -0.0
+        check(case, "gemv")
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
@@ -224,6 +276,6 @@ def test_slots_beyond_the_table_touch_nothing(device, numerics):
 
 
 def test_tile_is_frozen():
-    tile = tiles.expand_tile("mma", 8, 16, 4096, 64, 0)
+    tile = tiles.expand_tile(8, 16, 4096, 64, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         tile.block_cols = 1  # type: ignore[misc]

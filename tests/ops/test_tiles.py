@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafold.ops import Plan, tiles
-from lorafold.ops.group import group_triton
-from tests.ops.cases import Case, assert_same_bits, make_case
+from lorafold.ops import tiles
+from tests.ops.cases import assert_same_bits, make_case
 from tests.ops.test_kernels import run
 
 SIZES = {
-    "numerics": st.sampled_from(["gemv", "mma"]),
     "num_tiles": st.integers(1, 5000),
-    "tile_rows": st.sampled_from([16, 32, 64]),
+    "tile_rows": st.sampled_from([8, 16, 32, 64]),
     "max_rank": st.integers(1, 512),
     "shared_memory": st.sampled_from([60, 95, 160, 220]).map(lambda kib: kib * 1024),
 }
-
-
-def plan_of_height(case: Case, tile_rows: int) -> Plan:
-    """A plan of the case's rows in tiles of that height, whatever its size would give."""
-    num_rows, num_keys = case.x.shape[0], case.routes[0].max_loras
-    num_tiles = tiles.max_tiles(num_rows, num_keys, tile_rows)
-    plan = Plan.empty(num_rows, num_keys, case.x.device)
-    plan = dataclasses.replace(
-        plan,
-        block_rows=tile_rows,
-        tile_key=plan.tile_key.new_full((num_tiles,), -1),
-        tile_rows=plan.tile_rows.new_full((num_tiles * tile_rows,), -1),
-    )
-    group_triton(case.slots, plan)
-    return plan
 
 
 def is_power_of_two(n: int) -> bool:
@@ -42,40 +23,69 @@ def is_power_of_two(n: int) -> bool:
 
 
 @given(**SIZES, num_slices=st.integers(1, 4), k_in=st.integers(1, 40_000))
-def test_shrink(numerics, num_tiles, tile_rows, max_rank, shared_memory, num_slices, k_in):
-    tile = tiles.shrink_tile(
-        numerics, num_tiles, tile_rows, num_slices, k_in, max_rank, shared_memory
-    )
+def test_shrink(num_tiles, tile_rows, max_rank, shared_memory, num_slices, k_in):
+    tile = tiles.shrink_tile(num_tiles, tile_rows, num_slices, k_in, max_rank, shared_memory)
     assert tile.tile_rows == tile_rows
     assert tile_rows % tile.block_rows == 0
     assert all(map(is_power_of_two, (tile.block_rows, tile.block_ranks, tile.block_k)))
-    if numerics == "mma":
-        # A block of K never crosses a border of segments, and a step is 16.
-        assert 1024 % tile.block_k == 0
-        assert tile.block_k % 16 == 0
-        assert tile.num_bytes <= shared_memory
-        assert tile.block_ranks >= 16
-    else:
-        # Lanes hold all vectors of K, or the 64 of the contract, and a tail of seven.
-        assert tile.block_k // 8 == 64 or tile.block_k >= k_in
-        assert tile.block_k >= 64
+    # A block of K never crosses a border of segments, and a step is 16.
+    assert 1024 % tile.block_k == 0
+    assert tile.block_k % 16 == 0
+    assert tile.num_bytes <= shared_memory
+    assert tile.block_ranks >= 16
 
 
 @given(**SIZES, columns=st.integers(1, 60_000), segments=st.sampled_from([0, 2, 4, 14, 40]))
-def test_expand(numerics, num_tiles, tile_rows, max_rank, shared_memory, columns, segments):
-    tile = tiles.expand_tile(
-        numerics, num_tiles, tile_rows, columns, max_rank, segments, shared_memory
-    )
+def test_expand(num_tiles, tile_rows, max_rank, shared_memory, columns, segments):
+    tile = tiles.expand_tile(num_tiles, tile_rows, columns, max_rank, segments, shared_memory)
     assert tile.tile_rows == tile_rows
     assert tile_rows % tile.block_rows == 0
     assert all(map(is_power_of_two, (tile.block_rows, tile.block_cols, tile.block_k)))
     if tile.blocks > 1:  # a run of blocks holds all ranks at once
         assert tile.block_k >= max_rank
-    if numerics == "mma":
-        assert tile.num_bytes <= shared_memory
-        assert tile.block_cols >= 16
-    else:
-        assert tile.block_k // 8 == 64 or tile.block_k >= max_rank
+    assert tile.num_bytes <= shared_memory
+    assert tile.block_cols >= 16
+
+
+@given(
+    num_rows=st.integers(1, 20_000),
+    num_keys=st.integers(1, 3000),
+    num_slices=st.integers(1, 4),
+    k_in=st.integers(1, 60_000),
+    columns=st.integers(1, 60_000),
+    max_rank=st.integers(1, 1024),
+)
+def test_gemv(num_rows, num_keys, num_slices, k_in, columns, max_rank):
+    tile_rows = tiles.plan_rows(num_rows, num_keys)
+    fixed = num_rows, tiles.max_tiles(num_rows, num_keys, tile_rows), tile_rows
+    shrink = tiles.gemv_shrink_tile(*fixed, num_slices, k_in, max_rank)
+    expand = tiles.gemv_expand_tile(*fixed, columns, max_rank)
+    for tile in (shrink, expand):
+        assert tile.tile_rows == tile_rows
+        assert is_power_of_two(tile.block_rows)
+        assert tile.block_rows * tile.parts <= tile_rows
+    assert is_power_of_two(shrink.block_ranks)
+    # Registers for one group of loads, and of several groups for two.
+    loads = shrink.block_rows + shrink.block_ranks
+    groups = k_in // (512 * shrink.vectors)
+    assert 1 <= shrink.vectors <= max(1, k_in // 512)
+    assert loads * shrink.vectors * min(2, max(1, groups)) <= 56
+    # Four vectors per thread, of which ranks of a tail need room for half of eight lanes.
+    lanes = min(64, tiles.next_power_of_2(tiles.cdiv(max_rank, 8)))
+    assert is_power_of_two(expand.block_cols)
+    assert expand.block_cols * lanes == 128 * expand.num_warps
+    assert expand.block_cols * lanes >= 2 * max(8, lanes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "of_key"), [(1, 8, 1), (8, 8, 1), (64, 8, 8), (64, 64, 1), (2048, 8, 64)]
+)
+def test_gemv_programs_take_as_many_rows_as_a_key_has(rows, keys, of_key):
+    tile_rows = tiles.plan_rows(rows, keys)
+    num_tiles = tiles.max_tiles(rows, keys, tile_rows)
+    for tile in tiles.call_tiles("gemv", rows, num_tiles, tile_rows, 4096, (4096,), 16):
+        assert isinstance(tile, tiles.GemvShrinkTile | tiles.GemvExpandTile)
+        assert tile.block_rows * tile.parts == of_key
 
 
 def test_a_measured_shape_gets_its_own_entry():
@@ -109,8 +119,7 @@ def test_every_entry_of_the_table_gives_the_same_bits(device, tile):
     expected = make_case(*shape, device=device).truth("mma")
     case = make_case(*shape, device=device)
     is_shrink = isinstance(tile, tiles.ShrinkTile)
-    plan = plan_of_height(case, tile.tile_rows)
-    run(case, "mma", plan=plan, **({"shrink": tile} if is_shrink else {"expand": tile}))
+    run(case, "mma", **({"shrink": tile} if is_shrink else {"expand": tile}))
     for buffer, truth in zip(case.out_buffers, expected, strict=True):
         assert_same_bits(buffer, truth, str(tile))
 

@@ -109,7 +109,7 @@ def distinct_rows(shape: CallShape, max_tokens: int, numerics: Numerics) -> list
         height = tiles.plan_rows(num_rows, shape.num_keys)
         num_tiles = tiles.max_tiles(num_rows, shape.num_keys, height)
         sizes = tiles.call_tiles(
-            numerics, num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank
+            numerics, num_rows, num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank
         )
         group = num_rows <= MOST_ROWS, tiles.next_power_of_2(num_rows)
         found.setdefault((sizes, group), num_rows)

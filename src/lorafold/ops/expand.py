@@ -1,4 +1,4 @@
-"""The expand and fold: out += scale * bf16(xa B^T), in place.
+"""The expand of numerics "mma", and the fold: out += scale * bf16(xa B^T), in place.
 
     delta[row, n] = bf16( dot(xa[slice, row, :], B[slice, key(row)][n, :]) )
     out[slice][row, n] = bf16( f32(out) + f32(scale * f32(delta)) )
@@ -15,10 +15,10 @@ import triton.language as tl
 
 from lorafold.ops import tiles
 from lorafold.ops.compiled import Launch
-from lorafold.ops.dot import gemv_total
 from lorafold.ops.rows import (
     fold,
     let_next_start,
+    prefetch,
     program_rows,
     select,
     slice_of,
@@ -56,6 +56,21 @@ def _load_xa(ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS: tl.const
             total += tl.load(xa_ptrs + g * plane_stride, mask=wanted, other=0.0)
         xa = total.to(tl.bfloat16)
     return tl.where((ks < rank)[None, :], xa, 0.0)
+
+
+@triton.jit
+def _dot(xa, b, SWAP: tl.constexpr):
+    """xa b^T; with few rows, the columns are the M operand, as a tensor core has M >= 16."""
+    return tl.trans(tl.dot(b, tl.trans(xa))) if SWAP else tl.dot(xa, tl.trans(b))
+
+
+@triton.jit
+def _dot_on(xa, b, acc, SWAP: tl.constexpr):
+    if SWAP:
+        acc = tl.trans(tl.dot(b, tl.trans(xa), tl.trans(acc)))
+    else:
+        acc = tl.dot(xa, tl.trans(b), acc)
+    return acc
 
 
 @triton.jit
@@ -101,8 +116,10 @@ def expand_kernel(
     SEGMENTS: tl.constexpr,
     LOOP: tl.constexpr,
     STAGES: tl.constexpr,
-    GEMV: tl.constexpr,
     FOLD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    SWAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[row, n] += scale * bf16(dot(xa[row], B[n])) for one tile and a run of columns."""
@@ -132,40 +149,44 @@ def expand_kernel(
     begin = (tl.program_id(1) - first) * blocks * BLOCK_COLS
     cols = begin + tl.arange(0, BLOCK_COLS)
     ks = tl.arange(0, BLOCK_K)
-    if GEMV:
-        wait_for_predecessor(PDL)
-        mask = has_row[:, None] & (cols < n_out)[None, :]
-        out = _load_out(out_row_ptrs + cols[None, :], mask, FOLD)
-        b_ptrs = b_ptr + cols.to(tl.int64) * max_rank  # [BLOCK_COLS]
-        delta = gemv_total(
-            xa_ptrs, has_row, b_ptrs, cols < n_out, rank, BLOCK_ROWS, BLOCK_COLS, BLOCK_K // 8
-        )
-        _finish(out_row_ptrs + cols[None, :], mask, out, delta, scale, FOLD)
-    elif not LOOP:
+    if not LOOP:
         # Few programs: what matters is latency, so B is on its way before the wait.
         mask = has_row[:, None] & (cols < n_out)[None, :]
         b = _load_b(b_ptr, cols, n_out, ks, rank, max_rank)
+        if PARTS > 0:
+            parts = begin + tl.arange(0, PARTS) * (BLOCK_COLS // PARTS)
+            inside = has_row[:, None] & (parts + BLOCK_COLS // PARTS <= n_out)[None, :]
+            prefetch(out_row_ptrs + parts[None, :], BLOCK_COLS // PARTS * 2, inside, PDL)
         wait_for_predecessor(PDL)
         out = _load_out(out_row_ptrs + cols[None, :], mask, FOLD)
         xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
-        delta = tl.dot(xa, tl.trans(b))
+        delta = _dot(xa, b, SWAP)
         for k in range(BLOCK_K, rank, BLOCK_K):
             b = _load_b(b_ptr, cols, n_out, k + ks, rank, max_rank)
             xa = _load_xa(xa_ptrs, has_row, k + ks, rank, max_rank, plane_stride, SEGMENTS)
-            delta = tl.dot(xa, tl.trans(b), delta)
+            delta = _dot_on(xa, b, delta, SWAP)
         _finish(out_row_ptrs + cols[None, :], mask, out, delta, scale, FOLD)
     else:
-        # Many programs: xa is added up once for all column blocks, whose loads are pipelined.
-        wait_for_predecessor(PDL)
-        let_next_start(PDL)
-        xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
+        # Many programs: xa is added up once for all column blocks, whose loads are pipelined. Where
+        # outs are complete already, the first of them, B and out, are on their way before the wait.
+        if not AHEAD:
+            wait_for_predecessor(PDL)
+            let_next_start(PDL)
+            xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
+        else:
+            xa = tl.zeros([BLOCK_ROWS, BLOCK_K], dtype=tl.bfloat16)
         end = min(begin + blocks * BLOCK_COLS, n_out)
         for start in tl.range(begin, end, BLOCK_COLS, num_stages=STAGES):
             at = start + tl.arange(0, BLOCK_COLS)
             mask = has_row[:, None] & (at < n_out)[None, :]
             b = _load_b(b_ptr, at, n_out, ks, rank, max_rank)
             out = _load_out(out_row_ptrs + at[None, :], mask, FOLD)
-            _finish(out_row_ptrs + at[None, :], mask, out, tl.dot(xa, tl.trans(b)), scale, FOLD)
+            if AHEAD:  # noqa: SIM102 (known when this is compiled, the other is not)
+                if start == begin:
+                    wait_for_predecessor(PDL)
+                    let_next_start(PDL)
+                    xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
+            _finish(out_row_ptrs + at[None, :], mask, out, _dot(xa, b, SWAP), scale, FOLD)
 
 
 @functools.lru_cache(4096)
@@ -179,16 +200,22 @@ def expand_launch(
     are_aligned: tuple[bool, ...],
     has_plan: bool,
     tile: tiles.ExpandTile,
-    gemv: bool,
     folds: bool,
+    has_late_shrink: bool,
     pdl: bool,
 ) -> Launch:
     """The launch of an expand: xa, outs, B tables, scale tables, rank tables, tile_key, tile_rows.
 
     `segments` is 0 where xa is bfloat16 and ready, else the number of fp32 segment sums to add.
     outs: one [num_rows, n_out] bfloat16 view per slice, changed in place: the deltas are folded
-    into them, or, without `folds`, stored as they are.
+    into them, or, without `folds`, stored as they are. After a shrink that started it late
+    (`has_late_shrink`), all that came before that shrink is complete when it starts.
     """
+    # Read ahead are outs in whole vectors only: those loads go past the first-level cache, in which
+    # something older could be.
+    is_wide = all(are_aligned) and all(n % 16 == 0 for n in (*n_outs, *out_strides))
+    ahead = tile.ahead and (is_wide or not folds)
+    parts = min(tile.block_cols // 8, tile.num_warps * 32 // tile.block_rows)
     column_programs = sum(tiles.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
     return Launch(
         expand_kernel,
@@ -203,8 +230,10 @@ def expand_launch(
             segments,
             tile.blocks > 1,
             tile.num_stages,
-            gemv,
             folds,
+            ahead and has_late_shrink,
+            parts if ahead and folds else 0,
+            tile.block_rows < 16,
             pdl,
         ),
         num_warps=tile.num_warps,

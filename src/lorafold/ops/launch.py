@@ -12,6 +12,8 @@ from lorafold.numerics import Numerics
 from lorafold.ops import tiles
 from lorafold.ops.compiled import Launch, has_pdl, is_aligned, shared_memory_of
 from lorafold.ops.expand import expand_launch
+from lorafold.ops.gemv_expand import gemv_expand_launch
+from lorafold.ops.gemv_shrink import gemv_shrink_launch
 from lorafold.ops.scratch import num_sums
 from lorafold.ops.shrink import shrink_launch
 
@@ -52,8 +54,8 @@ def prepare(
     plan_tiles: tuple[int, int] | None,
     folds: bool,
     device: torch.device,
-    shrink: tiles.ShrinkTile | None = None,
-    expand: tiles.ExpandTile | None = None,
+    shrink: tiles.AnyShrinkTile | None = None,
+    expand: tiles.AnyExpandTile | None = None,
 ) -> Call:
     """Block sizes and launches of a call; `plan_tiles` are the plan's tiles and rows of a tile.
 
@@ -64,28 +66,44 @@ def prepare(
         num_tiles = tiles.cdiv(num_rows, block_rows)
     else:
         num_tiles, block_rows = plan_tiles
-    segments, gemv, slices = num_sums(k_in, numerics), numerics == "gemv", len(n_outs)
+    slices, has_plan = len(n_outs), plan_tiles is not None
     shared_memory, pdl = shared_memory_of(device), has_pdl(device)
     own_shrink, own_expand = tiles.call_tiles(
-        numerics, num_tiles, block_rows, k_in, n_outs, max_rank, shared_memory
+        numerics, num_rows, num_tiles, block_rows, k_in, n_outs, max_rank, shared_memory
     )
     shrink, expand = shrink or own_shrink, expand or own_expand
+    if isinstance(shrink, tiles.GemvShrinkTile) and isinstance(expand, tiles.GemvExpandTile):
+        return Call(
+            xa_bytes=slices * num_rows * max_rank * 2,
+            shrink=gemv_shrink_launch(
+                num_rows, num_tiles, slices, top_k, k_in, max_rank, x_stride, is_x_aligned,
+                has_plan, has_source, shrink, pdl,
+            ),
+            expand=gemv_expand_launch(
+                num_rows, num_tiles, max_rank, n_outs, out_strides, are_outs_aligned, has_plan,
+                expand, folds, pdl,
+            ),
+        )  # fmt: skip
+    assert isinstance(shrink, tiles.ShrinkTile)
+    assert isinstance(expand, tiles.ExpandTile)
+    segments = num_sums(k_in, numerics)
+    # A shrink that starts the expand after its own wait starts it when outs are complete.
+    has_late_shrink = not (has_plan and shrink.early)
 
     def row_programs(tile: tiles.ShrinkTile | tiles.ExpandTile) -> int:
         if plan_tiles is None:
             return tiles.cdiv(num_rows, tile.block_rows)
         return num_tiles * (tile.tile_rows // tile.block_rows)
 
-    has_plan = plan_tiles is not None
     return Call(
         xa_bytes=slices * num_rows * max_rank * (4 * segments if segments else 2),
         shrink=shrink_launch(
             num_rows, row_programs(shrink), slices, top_k, k_in, max_rank, x_stride,
-            is_x_aligned, has_plan, has_source, shrink, gemv, pdl,
+            is_x_aligned, has_plan, has_source, shrink, pdl,
         ),
         expand=expand_launch(
             num_rows, row_programs(expand), max_rank, segments, n_outs, out_strides,
-            are_outs_aligned, has_plan, expand, gemv, folds, pdl,
+            are_outs_aligned, has_plan, expand, folds, has_late_shrink, pdl,
         ),
     )  # fmt: skip
 
@@ -100,8 +118,8 @@ def prepare_call(
     top_k: int = 1,
     has_source: bool = False,
     folds: bool = True,
-    shrink: tiles.ShrinkTile | None = None,
-    expand: tiles.ExpandTile | None = None,
+    shrink: tiles.AnyShrinkTile | None = None,
+    expand: tiles.AnyExpandTile | None = None,
 ) -> Call:
     """`prepare` for these operands."""
     plan_tiles = None
@@ -139,8 +157,8 @@ def routed_triton(
     tile_key: Tensor | None,
     tile_rows: Tensor | None,
     scratch: Tensor | None,
-    shrink: tiles.ShrinkTile | None = None,
-    expand: tiles.ExpandTile | None = None,
+    shrink: tiles.AnyShrinkTile | None = None,
+    expand: tiles.AnyExpandTile | None = None,
     *,
     folds: bool = True,
 ) -> None:

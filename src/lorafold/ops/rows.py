@@ -6,6 +6,7 @@ import triton.language as tl
 __all__ = [
     "fold",
     "let_next_start",
+    "prefetch",
     "program_rows",
     "select",
     "slice_of",
@@ -78,3 +79,21 @@ def wait_for_predecessor(PDL: tl.constexpr):
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(ptrs, num_bytes, mask, PDL: tl.constexpr):
+    """Start to bring num_bytes (a multiple of 16) at each of ptrs into the L2.
+
+    All of a device share it, so this may come before the wait, whoever is still to write there.
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.b32 p, $3, 0; "
+            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,r,r",
+            [ptrs.to(tl.int64), num_bytes, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

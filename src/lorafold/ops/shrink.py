@@ -1,11 +1,11 @@
-"""The shrink: xa = x A^T for rows of many keys, rounded to bf16 once.
+"""The shrink of numerics "mma": xa = x A^T for rows of many keys, rounded to bf16 once.
 
     xa[slice, row, j] = bf16( dot(x[source(row), :], A[slice, key(row)][j, :]) )
 
 The ranks of all slices stand in one row of `slices * max_rank`: a program takes a block of them,
 so that a block as wide as several slices reads x once for all.
 
-Under "mma" one program takes one segment of K. Where there are several, their fp32 sums are stored
+One program takes one segment of K. Where there are several, their fp32 sums are stored
 as they are, and the expand adds them in ascending order and rounds.
 
 With a plan, the plan, the tables and A are read ahead of the wait for the kernel before:
@@ -22,8 +22,8 @@ import triton.language as tl
 from lorafold.numerics import SEGMENT
 from lorafold.ops import tiles
 from lorafold.ops.compiled import Launch
-from lorafold.ops.dot import gemv_total, load_block, mma_chain
-from lorafold.ops.rows import let_next_start, program_rows, select, wait_for_predecessor
+from lorafold.ops.dot import load_block, mma_chain
+from lorafold.ops.rows import let_next_start, prefetch, program_rows, select, wait_for_predecessor
 from lorafold.ops.scratch import num_segments
 
 __all__ = ["shrink_kernel", "shrink_launch"]
@@ -42,11 +42,18 @@ def _value(tables, slices, key, ONE_SLICE: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_a(
-    a_tables, rank_tables, key, max_rank, k_in, BLOCK_RANKS: tl.constexpr, ONE_SLICE: tl.constexpr
+def rows_of_a(
+    a_tables,
+    rank_tables,
+    key,
+    block,
+    max_rank,
+    k_in,
+    BLOCK_RANKS: tl.constexpr,
+    ONE_SLICE: tl.constexpr,
 ):
     """Of a block of ranks: slice, rank, row of A and whether there is one; and if there is none."""
-    first = tl.program_id(1) * BLOCK_RANKS
+    first = block * BLOCK_RANKS
     if ONE_SLICE:
         slices = first // max_rank
         ranks = first % max_rank + tl.arange(0, BLOCK_RANKS)
@@ -95,13 +102,14 @@ def shrink_kernel(
     EVEN_K: tl.constexpr,
     SEGMENT: tl.constexpr,
     SUMS: tl.constexpr,
-    GEMV: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """xa[plane, row, j] = dot(x[source(row)], A[j]) over one segment; under GEMV, over all of K."""
-    WHOLE: tl.constexpr = BLOCK_K == SEGMENT and not GEMV
-    if AHEAD and WHOLE:
+    """xa[plane, row, j] = dot(x[source(row)], A[j]) over one segment."""
+    WHOLE: tl.constexpr = BLOCK_K == SEGMENT
+    if AHEAD and EARLY:
         let_next_start(PDL)
     elif not AHEAD:
         wait_for_predecessor(PDL)
@@ -111,8 +119,8 @@ def shrink_kernel(
         if AHEAD:
             wait_for_predecessor(PDL)
         return
-    slices, ranks, a_ptrs, has_rank, is_idle = _rows_of_a(
-        a_tables, rank_tables, key, max_rank, k_in, BLOCK_RANKS, ONE_SLICE
+    slices, ranks, a_ptrs, has_rank, is_idle = rows_of_a(
+        a_tables, rank_tables, key, tl.program_id(1), max_rank, k_in, BLOCK_RANKS, ONE_SLICE
     )
     has_row = rows >= 0
     segment = tl.program_id(2)
@@ -123,8 +131,13 @@ def shrink_kernel(
         # All of A that this program needs is on its way before the wait.
         a = load_block(a_ptrs, has_rank, ks, end, EVEN_K)
     if AHEAD:
+        if WHOLE and PARTS > 0:
+            parts = begin + tl.arange(0, PARTS) * (SEGMENT // PARTS)
+            x_parts = (rows // top_k).to(tl.int64)[:, None] * x_stride + parts[None, :]
+            inside = has_row[:, None] & (parts + SEGMENT // PARTS <= end)[None, :]
+            prefetch(x_ptr + x_parts, SEGMENT // PARTS * 2, inside, PDL)
         wait_for_predecessor(PDL)
-        if not WHOLE:
+        if not EARLY:
             let_next_start(PDL)
     if is_idle:
         return
@@ -133,11 +146,7 @@ def shrink_kernel(
     else:
         sources = tl.load(source_ptr + rows, mask=has_row, other=0)
     x_ptrs = x_ptr + sources.to(tl.int64) * x_stride  # [BLOCK_ROWS]
-    if GEMV:
-        xa = gemv_total(
-            x_ptrs, has_row, a_ptrs, has_rank, k_in, BLOCK_ROWS, BLOCK_RANKS, BLOCK_K // 8
-        )
-    elif WHOLE:
+    if WHOLE:
         x = load_block(x_ptrs, has_row, ks, end, EVEN_K)
         xa = tl.trans(tl.dot(a, tl.trans(x)))
     else:
@@ -166,17 +175,18 @@ def shrink_launch(
     has_plan: bool,
     has_source: bool,
     tile: tiles.ShrinkTile,
-    gemv: bool,
     pdl: bool,
 ) -> Launch:
     """The launch of a shrink: x, xa, A tables, rank tables, tile_key, tile_rows, source.
 
-    xa is memory for float32 [slices, segments, num_rows, max_rank] under "mma" with several
+    xa is memory for float32 [slices, segments, num_rows, max_rank] where there are several
     segments, else for bfloat16 [slices, num_rows, max_rank]; only what a row and a rank own is
     written.
     """
+    can_prefetch = is_aligned and x_stride % 8 == 0 and not has_source
+    parts = tile.num_warps * 32 // tile.block_rows if can_prefetch else 0
     one_slice = num_slices == 1 or max_rank % tile.block_ranks == 0
-    segments = 1 if gemv else num_segments(k_in)
+    segments = num_segments(k_in)
     rank_programs = tiles.cdiv(num_slices * max_rank, tile.block_ranks)
     return Launch(
         shrink_kernel,
@@ -192,8 +202,9 @@ def shrink_launch(
             k_in % tile.block_k == 0,
             SEGMENT,
             segments > 1,
-            gemv,
             has_plan,
+            tile.early,
+            parts,
             pdl,
         ),
         num_warps=tile.num_warps,

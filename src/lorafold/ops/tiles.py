@@ -19,11 +19,17 @@ from lorafold.ops.scratch import num_segments, num_sums
 
 __all__ = [
     "SHARED_MEMORY",
+    "AnyExpandTile",
+    "AnyShrinkTile",
     "ExpandTile",
+    "GemvExpandTile",
+    "GemvShrinkTile",
     "ShrinkTile",
     "call_tiles",
     "cdiv",
     "expand_tile",
+    "gemv_expand_tile",
+    "gemv_shrink_tile",
     "max_tiles",
     "next_power_of_2",
     "plan_rows",
@@ -45,14 +51,14 @@ def next_power_of_2(n: int) -> int:
 
 
 def plan_rows(num_rows: int, num_keys: int) -> int:
-    """Rows of one tile of a plan: 16, 32 or 64, by how many rows a key has on average.
+    """Rows of one tile of a plan: 8, 16, 32 or 64, by how many rows a key has on average.
 
     Example:
         >>> plan_rows(64, 8), plan_rows(8192, 1)
         (16, 64)
     """
     average = num_rows // max(1, min(num_rows, num_keys))
-    return 16 if average <= 32 else 32 if average <= 128 else 64
+    return 8 if average < 4 else 16 if average <= 32 else 32 if average <= 128 else 64
 
 
 def max_tiles(num_rows: int, num_keys: int, block_rows: int) -> int:
@@ -66,14 +72,12 @@ def max_tiles(num_rows: int, num_keys: int, block_rows: int) -> int:
     return min(num_rows, (num_rows + keys * (block_rows - 1)) // block_rows)
 
 
-def _lanes(k: int) -> int:
-    """Lanes of "gemv" that can hold an element: 8 at least, for the tail of K, and 64 at most."""
-    return max(8, min(64, next_power_of_2(cdiv(k, 8))))
-
-
 @dataclass(frozen=True)
 class ShrinkTile:
-    """Block sizes of the shrink; `tile_rows` is the plan's."""
+    """Block sizes of the shrink; `tile_rows` is the plan's.
+
+    An `early` one lets the expand start at once; a late one when all before it is complete.
+    """
 
     tile_rows: int
     block_rows: int
@@ -81,6 +85,7 @@ class ShrinkTile:
     block_k: int
     num_warps: int
     num_stages: int
+    early: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +95,10 @@ class ShrinkTile:
 
 @dataclass(frozen=True)
 class ExpandTile:
-    """Block sizes of the expand. One program works through `blocks` column blocks."""
+    """Block sizes of the expand. One program works through `blocks` column blocks.
+
+    With `ahead`, outs are read ahead of the wait for the shrink, as far as that is safe.
+    """
 
     tile_rows: int
     block_rows: int
@@ -99,6 +107,7 @@ class ExpandTile:
     block_k: int
     num_warps: int
     num_stages: int
+    ahead: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -106,9 +115,38 @@ class ExpandTile:
         return self.num_stages * (self.block_cols + self.block_rows) * self.block_k * 2
 
 
+@dataclass(frozen=True)
+class GemvShrinkTile:
+    """Block sizes of the shrink of "gemv".
+
+    Of the plan's tiles of `tile_rows` rows, one of `parts` programs has every `parts`-th block of
+    `block_rows`. A thread has `vectors` 16-byte vectors of each row and rank on their way at once.
+    """
+
+    tile_rows: int
+    block_rows: int
+    parts: int
+    block_ranks: int
+    vectors: int
+
+
+@dataclass(frozen=True)
+class GemvExpandTile:
+    """Block sizes of the expand of "gemv"; rows as in the shrink."""
+
+    tile_rows: int
+    block_rows: int
+    parts: int
+    block_cols: int
+    num_warps: int
+
+
+AnyShrinkTile = ShrinkTile | GemvShrinkTile
+AnyExpandTile = ExpandTile | GemvExpandTile
+
+
 @functools.cache
 def shrink_tile(
-    numerics: Numerics,
     num_tiles: int,
     tile_rows: int,
     num_slices: int,
@@ -117,11 +155,9 @@ def shrink_tile(
     shared_memory: int = SHARED_MEMORY,
 ) -> ShrinkTile:
     """The shrink's block sizes for `num_tiles` tiles of `tile_rows` rows."""
-    if numerics == "gemv":
-        return ShrinkTile(tile_rows, 4, 4, _lanes(k_in) * 8, 4, 2)
     ranks = num_slices * max_rank
     shape = (tile_rows, num_tiles, ranks, num_slices, num_segments(k_in))
-    block_ranks, block_k, warps, stages = _nearest("shrink", shape)
+    block_ranks, block_k, warps, stages, early = _nearest("shrink", shape)
     tile = ShrinkTile(
         tile_rows,
         tile_rows,
@@ -129,13 +165,13 @@ def shrink_tile(
         min(block_k, max(16, next_power_of_2(k_in))),
         warps,
         stages,
+        bool(early),
     )
     return _fitting(tile, shared_memory)
 
 
 @functools.cache
 def expand_tile(
-    numerics: Numerics,
     num_tiles: int,
     tile_rows: int,
     columns: int,
@@ -146,33 +182,90 @@ def expand_tile(
     """The expand's block sizes for `num_tiles` tiles, `columns` output columns in all, and xa as
     that many `segments` sums (0: xa is ready).
     """
-    if numerics == "gemv":
-        lanes = _lanes(max_rank)
-        return ExpandTile(tile_rows, 4, max(4, 256 // lanes), 1, lanes * 8, 4, 1)
     shape = (tile_rows, num_tiles, max_rank, columns, max(1, segments))
-    block_cols, blocks, warps, stages = _nearest("expand", shape)
+    block_cols, blocks, warps, stages, ahead = _nearest("expand", shape)
     block_k = max(16, min(256, next_power_of_2(max_rank)))
     if max_rank > block_k:
         block_cols, blocks, stages = min(block_cols, 128), 1, 1  # a run must hold all ranks at once
-    tile = ExpandTile(tile_rows, tile_rows, block_cols, blocks, block_k, warps, stages)
+    tile = ExpandTile(tile_rows, tile_rows, block_cols, blocks, block_k, warps, stages, bool(ahead))
     return _fitting(tile, shared_memory)
+
+
+_FEW_PROGRAMS = 512
+"""Fewer programs than this do not fill the device, so that they are made smaller."""
+
+
+def _rows_of_key(num_rows: int, num_tiles: int, tile_rows: int) -> int:
+    """Rows of a key in one tile, on average, as a power of two: `max_tiles` the other way round."""
+    keys = max(1, cdiv(num_tiles * tile_rows - num_rows, tile_rows - 1))
+    return min(tile_rows, next_power_of_2(num_rows // min(keys, num_rows)))
+
+
+@functools.cache
+def gemv_shrink_tile(
+    num_rows: int, num_tiles: int, tile_rows: int, num_slices: int, k_in: int, max_rank: int
+) -> GemvShrinkTile:
+    """The block sizes of "gemv"'s shrink."""
+    rows = _rows_of_key(num_rows, num_tiles, tile_rows)
+    block_rows, block_ranks = min(4, rows), 4
+
+    def is_few() -> bool:
+        programs = num_tiles * (rows // block_rows) * num_slices * cdiv(max_rank, block_ranks)
+        return programs < _FEW_PROGRAMS
+
+    if is_few():
+        block_rows = min(2, rows)
+    while block_ranks > 1 and is_few():
+        block_ranks //= 2
+    # All of K at once if registers hold it, else groups, of which they hold two.
+    loads, whole = block_rows + block_ranks, max(1, k_in // 512)
+    most = 28 if loads == 2 else 16
+    fitting = [n for n in range(1, whole) if whole % n == 0 and loads * n <= most]
+    vectors = whole if loads * whole <= 24 else fitting[-1]
+    return GemvShrinkTile(tile_rows, block_rows, rows // block_rows, block_ranks, vectors)
+
+
+@functools.cache
+def gemv_expand_tile(
+    num_rows: int, num_tiles: int, tile_rows: int, columns: int, max_rank: int
+) -> GemvExpandTile:
+    """The block sizes of "gemv"'s expand."""
+    rows = _rows_of_key(num_rows, num_tiles, tile_rows)
+    block_rows, warps = min(8, rows), 4
+    lanes = min(64, next_power_of_2(cdiv(max_rank, 8)))
+    block_cols = 512 // lanes  # four vectors per thread
+
+    def is_few() -> bool:
+        return num_tiles * (rows // block_rows) * cdiv(columns, block_cols) < _FEW_PROGRAMS
+
+    if is_few():
+        block_rows = min(4, rows)
+    while warps > 1 and is_few():
+        block_cols, warps = block_cols // 2, warps // 2
+    return GemvExpandTile(tile_rows, block_rows, rows // block_rows, block_cols, warps)
 
 
 def call_tiles(
     numerics: Numerics,
+    num_rows: int,
     num_tiles: int,
     tile_rows: int,
     k_in: int,
     n_outs: tuple[int, ...],
     max_rank: int,
     shared_memory: int = SHARED_MEMORY,
-) -> tuple[ShrinkTile, ExpandTile]:
+) -> tuple[ShrinkTile, ExpandTile] | tuple[GemvShrinkTile, GemvExpandTile]:
     """The block sizes of both kernels of a call."""
-    fixed = numerics, num_tiles, tile_rows
+    fixed, slices, columns = (num_tiles, tile_rows), len(n_outs), sum(n_outs)
+    if numerics == "gemv":
+        return (
+            gemv_shrink_tile(num_rows, *fixed, slices, k_in, max_rank),
+            gemv_expand_tile(num_rows, *fixed, columns, max_rank),
+        )
     segments = num_sums(k_in, numerics)
     return (
-        shrink_tile(*fixed, len(n_outs), k_in, max_rank, shared_memory),
-        expand_tile(*fixed, sum(n_outs), max_rank, segments, shared_memory),
+        shrink_tile(*fixed, slices, k_in, max_rank, shared_memory),
+        expand_tile(*fixed, columns, max_rank, segments, shared_memory),
     )
 
 
@@ -183,17 +276,14 @@ _WEIGHTS = {"shrink": (8.0, 1.0, 2.0, 1.0, 0.5), "expand": (8.0, 1.0, 2.0, 1.0, 
 
 
 @functools.cache
-def _table() -> dict[str, list[tuple[tuple[int, ...], tuple[int, int, int, int]]]]:
+def _table() -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Per kernel the measured shapes, and the block sizes that were fastest."""
     text = files("lorafold").joinpath("data/tiles.json").read_text()
     table = json.loads(text)
-    return {
-        kernel: [(tuple(shape), (b[0], b[1], b[2], b[3])) for shape, b in table[kernel]]
-        for kernel in _WEIGHTS
-    }
+    return {kernel: [(tuple(shape), tuple(b)) for shape, b in table[kernel]] for kernel in _WEIGHTS}
 
 
-def _nearest(kernel: str, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+def _nearest(kernel: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The block sizes of the measured shape that is the fewest factors of two away."""
 
     def distance(entry: tuple[tuple[int, ...], object]) -> float:

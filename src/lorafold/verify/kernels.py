@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -89,12 +89,12 @@ def _tilings(case: Case, device: torch.device, tables: ops.LoraRoute) -> list[Ca
 
 def _candidates(
     numerics: Numerics, tile_rows: int, tables: ops.LoraRoute
-) -> list[tuple[tiles.ShrinkTile | None, tiles.ExpandTile | None]]:
+) -> Sequence[tuple[tiles.AnyShrinkTile | None, tiles.AnyExpandTile | None]]:
     """(shrink, expand) for tiles of a height; None is what the library chooses."""
     if tile_rows == 32:
         return [(None, None)]
     if numerics == "gemv":
-        return [(None, None), *_gemv_candidates(tile_rows, tables)]
+        return [(None, None), *_gemv_candidates(tile_rows)]
     return [(None, None), *_mma_candidates(tile_rows, tables)]
 
 
@@ -103,18 +103,13 @@ def _power_of_2(n: int, least: int, most: int) -> int:
 
 
 def _gemv_candidates(
-    tile_rows: int, tables: ops.LoraRoute
-) -> list[tuple[tiles.ShrinkTile, tiles.ExpandTile]]:
-    """One lane per 8 elements: K and the rank decide the lanes, the rest is free."""
-    of_k = 8 * _power_of_2(-(-tables.k_in // 8), 8, 64)
-    of_rank = 8 * _power_of_2(-(-tables.max_rank // 8), 8, 64)
-    sizes = (((1, 8, 4), (16, 4, 4)), ((8, 2, 8), (2, 8, 2)))
+    tile_rows: int,
+) -> list[tuple[tiles.GemvShrinkTile, tiles.GemvExpandTile]]:
+    """The numbers are rows, parts, ranks, vectors; and rows, parts, columns, warps."""
+    sizes = (((1, 16, 4, 1), (16, 1, 32, 4)), ((8, 1, 2, 2), (2, 4, 64, 2)))
     return [
-        (
-            tiles.ShrinkTile(tile_rows, rows, ranks, of_k, warps, 2),
-            tiles.ExpandTile(tile_rows, out_rows, cols, 1, of_rank, out_warps, 1),
-        )
-        for (rows, ranks, warps), (out_rows, cols, out_warps) in sizes
+        (tiles.GemvShrinkTile(tile_rows, *shrink), tiles.GemvExpandTile(tile_rows, *expand))
+        for shrink, expand in sizes
     ]
 
 
@@ -148,8 +143,8 @@ def _folded(
     device: torch.device,
     tables: ops.LoraRoute,
     tile_rows: int,
-    shrink: tiles.ShrinkTile | None,
-    expand: tiles.ExpandTile | None,
+    shrink: tiles.AnyShrinkTile | None,
+    expand: tiles.AnyExpandTile | None,
 ) -> Tensor:
     """One call of the kernels with given tiles, and scratch that is poisoned."""
     from lorafold.ops.group import group_triton
