@@ -69,6 +69,7 @@ def parse_device(text: str) -> torch.device:
 Device = Annotated[
     torch.device | None,
     typer.Option(
+        "--device",  # Typer 0.27 would take the metavar for it
         parser=parse_device,
         metavar="DEVICE",
         help="cpu or cuda:N; without it, CUDA where there is a device.",

@@ -34,6 +34,7 @@ def plan(
     device: Annotated[
         torch.device | None,
         typer.Option(
+            "--device",
             parser=parse_device,
             metavar="DEVICE",
             help="Compare with its free memory: cpu or cuda:N.",
