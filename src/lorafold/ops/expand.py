@@ -3,7 +3,8 @@
     delta[row, n] = bf16( dot(xa[slice, row, :], B[slice, key(row)][n, :]) )
     out[slice][row, n] = bf16( f32(out) + f32(scale * f32(delta)) )
 
-The plan, the tables and B are read before the wait for the shrink; xa and out after it.
+The plan, the tables and B are read before the wait for the shrink, xa after it. Outs are read
+before it only where the shrink started this kernel late: all that came before it is complete then.
 """
 
 from __future__ import annotations
@@ -86,6 +87,96 @@ def _finish(out_ptrs, mask, out, delta, scale, FOLD: tl.constexpr):
     tl.store(out_ptrs, fold(out, delta, scale) if FOLD else delta, mask=mask)
 
 
+@triton.jit
+def _one_block(
+    xa_ptrs,
+    b_ptr,
+    out_row_ptrs,
+    has_row,
+    begin,
+    n_out,
+    rank,
+    max_rank,
+    plane_stride,
+    scale,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SWAP: tl.constexpr,
+    FOLD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One block of columns, for few programs: what matters is latency, so B is on its way before
+    the wait, and outs, in PARTS parts per row, are on theirs to the L2.
+    """
+    cols = begin + tl.arange(0, BLOCK_COLS)
+    ks = tl.arange(0, BLOCK_K)
+    out_ptrs, mask = out_row_ptrs + cols[None, :], has_row[:, None] & (cols < n_out)[None, :]
+    b = _load_b(b_ptr, cols, n_out, ks, rank, max_rank)
+    if PARTS > 0:
+        WIDTH: tl.constexpr = BLOCK_COLS // PARTS
+        parts = begin + tl.arange(0, PARTS) * WIDTH
+        inside = has_row[:, None] & (parts + WIDTH <= n_out)[None, :]
+        prefetch(out_row_ptrs + parts[None, :], WIDTH * 2, inside, PDL)
+    wait_for_predecessor(PDL)
+    out = _load_out(out_ptrs, mask, FOLD)
+    xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
+    delta = _dot(xa, b, SWAP)
+    for k in range(BLOCK_K, rank, BLOCK_K):
+        b = _load_b(b_ptr, cols, n_out, k + ks, rank, max_rank)
+        xa = _load_xa(xa_ptrs, has_row, k + ks, rank, max_rank, plane_stride, SEGMENTS)
+        delta = _dot_on(xa, b, delta, SWAP)
+    _finish(out_ptrs, mask, out, delta, scale, FOLD)
+
+
+@triton.jit
+def _run_of_blocks(
+    xa_ptrs,
+    b_ptr,
+    out_row_ptrs,
+    has_row,
+    begin,
+    end,
+    n_out,
+    rank,
+    max_rank,
+    plane_stride,
+    scale,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SWAP: tl.constexpr,
+    FOLD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Many programs: xa is added up once for all blocks of columns, whose loads are pipelined.
+
+    With AHEAD, where outs are complete already, the first of these loads are ahead of the wait.
+    """
+    ks = tl.arange(0, BLOCK_K)
+    if not AHEAD:
+        wait_for_predecessor(PDL)
+        let_next_start(PDL)
+        xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
+    else:
+        xa = tl.zeros([BLOCK_ROWS, BLOCK_K], dtype=tl.bfloat16)
+    for start in tl.range(begin, end, BLOCK_COLS, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        out_ptrs, mask = out_row_ptrs + cols[None, :], has_row[:, None] & (cols < n_out)[None, :]
+        b = _load_b(b_ptr, cols, n_out, ks, rank, max_rank)
+        out = _load_out(out_ptrs, mask, FOLD)
+        if AHEAD:  # noqa: SIM102 (known when this is compiled, the other is not)
+            if start == begin:
+                wait_for_predecessor(PDL)
+                let_next_start(PDL)
+                xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
+        _finish(out_ptrs, mask, out, _dot(xa, b, SWAP), scale, FOLD)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "blocks"],
     do_not_specialize_on_alignment=[
@@ -147,46 +238,17 @@ def expand_kernel(
     xa_ptr = xa_ptr.to(tl.pointer_type(xa_type)) + slice_id * planes * plane_stride
     xa_ptrs = xa_ptr + rows.to(tl.int64) * max_rank  # [BLOCK_ROWS]
     begin = (tl.program_id(1) - first) * blocks * BLOCK_COLS
-    cols = begin + tl.arange(0, BLOCK_COLS)
-    ks = tl.arange(0, BLOCK_K)
     if not LOOP:
-        # Few programs: what matters is latency, so B is on its way before the wait.
-        mask = has_row[:, None] & (cols < n_out)[None, :]
-        b = _load_b(b_ptr, cols, n_out, ks, rank, max_rank)
-        if PARTS > 0:
-            parts = begin + tl.arange(0, PARTS) * (BLOCK_COLS // PARTS)
-            inside = has_row[:, None] & (parts + BLOCK_COLS // PARTS <= n_out)[None, :]
-            prefetch(out_row_ptrs + parts[None, :], BLOCK_COLS // PARTS * 2, inside, PDL)
-        wait_for_predecessor(PDL)
-        out = _load_out(out_row_ptrs + cols[None, :], mask, FOLD)
-        xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
-        delta = _dot(xa, b, SWAP)
-        for k in range(BLOCK_K, rank, BLOCK_K):
-            b = _load_b(b_ptr, cols, n_out, k + ks, rank, max_rank)
-            xa = _load_xa(xa_ptrs, has_row, k + ks, rank, max_rank, plane_stride, SEGMENTS)
-            delta = _dot_on(xa, b, delta, SWAP)
-        _finish(out_row_ptrs + cols[None, :], mask, out, delta, scale, FOLD)
+        _one_block(
+            xa_ptrs, b_ptr, out_row_ptrs, has_row, begin, n_out, rank, max_rank, plane_stride,
+            scale, BLOCK_COLS, BLOCK_K, SEGMENTS, PARTS, SWAP, FOLD, PDL,
+        )  # fmt: skip
     else:
-        # Many programs: xa is added up once for all column blocks, whose loads are pipelined. Where
-        # outs are complete already, the first of them, B and out, are on their way before the wait.
-        if not AHEAD:
-            wait_for_predecessor(PDL)
-            let_next_start(PDL)
-            xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
-        else:
-            xa = tl.zeros([BLOCK_ROWS, BLOCK_K], dtype=tl.bfloat16)
         end = min(begin + blocks * BLOCK_COLS, n_out)
-        for start in tl.range(begin, end, BLOCK_COLS, num_stages=STAGES):
-            at = start + tl.arange(0, BLOCK_COLS)
-            mask = has_row[:, None] & (at < n_out)[None, :]
-            b = _load_b(b_ptr, at, n_out, ks, rank, max_rank)
-            out = _load_out(out_row_ptrs + at[None, :], mask, FOLD)
-            if AHEAD:  # noqa: SIM102 (known when this is compiled, the other is not)
-                if start == begin:
-                    wait_for_predecessor(PDL)
-                    let_next_start(PDL)
-                    xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
-            _finish(out_row_ptrs + at[None, :], mask, out, _dot(xa, b, SWAP), scale, FOLD)
+        _run_of_blocks(
+            xa_ptrs, b_ptr, out_row_ptrs, has_row, begin, end, n_out, rank, max_rank, plane_stride,
+            scale, BLOCK_ROWS, BLOCK_COLS, BLOCK_K, SEGMENTS, STAGES, AHEAD, SWAP, FOLD, PDL,
+        )  # fmt: skip
 
 
 @functools.lru_cache(4096)
