@@ -184,6 +184,41 @@ def test_a_device_that_fails_leaves_no_name_on_a_lost_slot(monkeypatch: pytest.M
     assert_holds(pool, 0, make_adapter("b"))
 
 
+@pytest.mark.parametrize("step", ["begin", "occupy"])
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["a", "b"], ids=["its-own", "a-victim"])
+def test_an_interrupt_leaves_no_name_that_arrives_for_ever(
+    monkeypatch: pytest.MonkeyPatch, step: str, is_done: bool, name: str
+) -> None:
+    pool = Pool(SHAPES, max_loras=1, max_rank=4)
+    old, new = make_adapter("a", seed=1), make_adapter(name, seed=2)
+    pool.place(old)
+    real = getattr(pool._ledger, step)
+
+    def interrupted(argument: Any) -> None:
+        if is_done:
+            real(argument)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool._ledger, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.place(new)
+    monkeypatch.undo()
+    assert not any(pool._ledger.is_arriving(each) for each in "ab")
+    # The slot holds the old adapter, nothing or the new one: never one without its name.
+    if (step, is_done) == ("begin", False):
+        assert pool.names() == ("a",)
+        assert_holds(pool, 0, old)
+    elif (step, is_done) == ("occupy", True):
+        assert pool.names() == (name,)
+        assert_holds(pool, 0, new)
+    else:
+        assert pool.names() == ()
+        assert_empty(pool, 0)
+    assert pool.place(new) == 0
+    assert_holds(pool, 0, new)
+
+
 @pytest.mark.parametrize(
     ("targets", "max_loras", "max_rank"),
     [({}, 1, 1), (SHAPES, 0, 1), (SHAPES, 1, 0), ({"q": TargetShape(0, 4)}, 1, 1)],

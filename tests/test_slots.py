@@ -49,7 +49,8 @@ def test_a_ledger_without_tensors_follows_the_same_rules() -> None:
     assert ledger.acquire("a") == 0
     assert ledger.begin("c") == 1
     assert ledger.names() == ("a",)
-    ledger.vacate(1)
+    assert ledger.vacate("c") == 1
+    assert ledger.vacate("c") is None
     assert ledger.begin("a") == 1
     assert ledger.slot("a") == 0  # until the new one is there
     assert ledger.occupy(1) is None
@@ -80,6 +81,23 @@ def test_a_slot_that_is_being_written_is_nobodys() -> None:
     assert ledger.generation_in(1) > ledger.generation_in(0) > 1
     # The pin of the name has stayed.
     assert ledger.begin("c") == 1
+
+
+def test_an_interrupt_in_the_middle_of_beginning_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger = SlotLedger(1)
+    ledger.occupy(ledger.begin("a"))
+
+    def interrupted(*args: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lorafold.slots._Slot", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.begin("b")
+    monkeypatch.undo()
+    assert ledger.names() == ("a",)
+    assert ledger.begin("b") == 0
 
 
 def test_a_name_that_is_written_again_is_the_old_one_until_then() -> None:

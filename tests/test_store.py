@@ -185,11 +185,11 @@ def test_what_was_packed_for_another_pool_is_packed_again(tmp_path: Path, max_ra
 
 def test_budgets_that_make_no_sense_are_refused() -> None:
     pool = make_pool()
-    with pytest.raises(RouteError, match=f"at least {pool.image_bytes}, for one adapter"):
+    with pytest.raises(RouteError, match=f"at least {pool.image_bytes} bytes, for one"):
         AdapterStore(pool, budget_bytes=pool.image_bytes - 1, pinned=True)
     with pytest.raises(RouteError, match="at least 1"):
         AdapterStore(pool, budget_bytes=0)
-    with pytest.raises(BackendError, match=f"bytes free; budget_bytes is {1 << 60}"):
+    with pytest.raises(BackendError, match=f"bytes free; the budget of host memory is {1 << 60}"):
         AdapterStore(pool, budget_bytes=1 << 60)
 
 

@@ -335,7 +335,7 @@ class ExpertPool:
             if max(ranks, default=0) > self.max_rank:
                 message = (
                     f"`{module}` has rank {max(ranks)}; experts in the pool have at most "
-                    f"{self.max_rank}; hint: attach with max_expert_rank={max(ranks)}"
+                    f"{self.max_rank}; hint: attach with max_expert_rank {max(ranks)}"
                 )
                 raise refuse(Refusal.RANK_ABOVE_MAX, message, adapter=adapter.name)
 

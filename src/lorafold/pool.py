@@ -225,23 +225,24 @@ class Pool:
         if self.experts and packed.experts:
             expert_image = self.experts.pack(packed.experts)
         with self._turn:
-            with self._changed:
-                slot = self._ledger.begin(packed.name)
             try:
-                self._write(slot, packed, expert_image)
-            except BaseException:
-                # Only a failing device, or an interrupt, gets here; what the slot held is gone.
                 with self._changed:
-                    self._ledger.vacate(slot)
+                    slot = self._ledger.begin(packed.name)
+                self._write(slot, packed, expert_image)
+                with self._changed:
+                    self._clear(self._ledger.occupy(slot))
+                    if acquire:
+                        self._ledger.acquire(packed.name)
+                    self._changed.notify_all()
+            except BaseException:
+                # A full pool, a failing device, or an interrupt, maybe before `slot` was assigned:
+                # the ledger knows what was begun. What that slot held is gone.
+                with self._changed:
+                    begun = self._ledger.vacate(packed.name)
                     self._changed.notify_all()
                     with suppress(Exception):
-                        self._clear(slot)
+                        self._clear(begun)
                 raise
-            with self._changed:
-                self._clear(self._ledger.occupy(slot))
-                if acquire:
-                    self._ledger.acquire(packed.name)
-                self._changed.notify_all()
             return slot
 
     def evict(self, name: str) -> None:
@@ -361,7 +362,7 @@ class Pool:
             if weights.rank > self.max_rank:
                 message = (
                     f"`{target}` has rank {weights.rank}; the pool's max_rank is {self.max_rank}; "
-                    f"hint: attach with max_rank={adapter.rank}"
+                    f"hint: attach with max_rank {adapter.rank}"
                 )
                 raise refuse(Refusal.RANK_ABOVE_MAX, message, adapter=adapter.name)
 

@@ -88,9 +88,14 @@ class SlotLedger:
 
     def is_arriving(self, name: str) -> bool:
         """Whether a name has no slot yet, or no more, because its adapter is being written."""
-        return name not in self._slot_of and any(
-            slot is not None and slot.is_arriving and slot.name == name for slot in self._slots
-        )
+        return name not in self._slot_of and self._begun(name) is not None
+
+    def _begun(self, name: str) -> int | None:
+        """The slot that an adapter of this name is being written into."""
+        for index, slot in enumerate(self._slots):
+            if slot is not None and slot.is_arriving and slot.name == name:
+                return index
+        return None
 
     def _named(self, name: str) -> _Slot:
         slot = self._slots[self.slot(name)]
@@ -109,10 +114,12 @@ class SlotLedger:
         """
         index = self._choose(name)
         victim = self._slots[index]
+        is_pinned = victim is not None and victim.name == name and victim.is_pinned
+        # Made first: an interrupt in the call must not leave a victim that has only lost its name.
+        arriving = _Slot(name, is_pinned=is_pinned, is_arriving=True)
         if victim is not None:
             del self._slot_of[victim.name]
-        is_pinned = victim is not None and victim.name == name and victim.is_pinned
-        self._slots[index] = _Slot(name, is_pinned=is_pinned, is_arriving=True)
+        self._slots[index] = arriving
         return index
 
     def _choose(self, name: str) -> int:
@@ -209,9 +216,16 @@ class SlotLedger:
             return index
         return None
 
-    def vacate(self, index: int) -> None:
-        """Record that what was begun has failed, and the slot is empty."""
-        self._slots[index] = None
+    def vacate(self, name: str) -> int | None:
+        """Record that what was begun for this name, if anything, has failed.
+
+        Returns:
+            The slot, which is now empty; None if nothing was begun.
+        """
+        index = self._begun(name)
+        if index is not None:
+            self._slots[index] = None
+        return index
 
     def _tick(self) -> int:
         self._clock += 1

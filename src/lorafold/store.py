@@ -76,11 +76,12 @@ class AdapterStore:
             least, free = pool.image_bytes if pinned else 1, free_bytes(torch.device("cpu"))
             if budget_bytes < least:
                 raise RouteError(
-                    f"budget_bytes must be at least {least}, for one adapter; given: {budget_bytes}"
+                    f"the budget of host memory must be at least {least} bytes, for one adapter; "
+                    f"given: {budget_bytes}"
                 )
             if free is not None and budget_bytes > free:
                 raise BackendError(
-                    f"the host has {free} bytes free; budget_bytes is {budget_bytes}\n"
+                    f"the host has {free} bytes free; the budget of host memory is {budget_bytes}\n"
                     "hint: lower it"
                 )
         self.budget_bytes = budget_bytes
@@ -212,7 +213,7 @@ class AdapterStore:
             if self.budget_bytes is not None:
                 if num_bytes > self.budget_bytes:
                     raise BackendError(
-                        f"`{name}` takes {num_bytes} bytes of host memory; budget_bytes is "
+                        f"`{name}` takes {num_bytes} bytes of host memory; the budget is "
                         f"{self.budget_bytes}; hint: raise it"
                     )
                 while self._kept_bytes + self._coming_bytes + num_bytes > self.budget_bytes:

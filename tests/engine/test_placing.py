@@ -197,7 +197,7 @@ def test_what_was_unloaded_on_its_way_does_not_stay(
 def test_host_memory_may_be_limited_and_adapters_are_read_again(
     lora: MultiLora, folders: list[Path]
 ) -> None:
-    with pytest.raises(RouteError, match="budget_bytes must be at least 1"):
+    with pytest.raises(RouteError, match="budget of host memory must be at least 1"):
         Engine(lora, TOKENIZER, host_bytes=0)
     sizes = [lora.read("a", folder).nbytes for folder in folders]
     with Engine(lora, TOKENIZER, cache_tokens=512, host_bytes=max(sizes)) as engine:
