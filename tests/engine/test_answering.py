@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lorafold.engine import Answer, Delta, Engine, Request
+from lorafold.engine import Answer, Delta, Engine, Request, TokenLogprob
 from lorafold.engine.answering import Answering
 from lorafold.engine.graphs import DecodeGraphs
 from lorafold.engine.packed import PackedBatches, PackedForward
@@ -83,6 +83,54 @@ def test_what_may_end_is_known_before_its_text() -> None:
     assert may_end(10, max_tokens=2, stop=("x",))
     assert may_end(2, max_tokens=2, ignore_eos=False)
     assert not may_end(2, max_tokens=2, ignore_eos=True)
+
+
+class Words:
+    """Tokens of several letters, so that a stop string may begin inside of one."""
+
+    texts = ("ab", "c", "de", "", "f")
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(self.texts[token] for token in ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "end", "text", "shown"),
+    [
+        ("never", "length", "abcdef", [[0], [1], [2], [], [3, 4]]),
+        ("cd", "stop", "ab", [[0], [], []]),
+        ("d", "stop", "abc", [[0], [1], []]),
+        ("e", "stop", "abcd", [[0], [1], [2]]),
+        ("be", "length", "abcdef", [[0], [1], [2], [], [3, 4]]),
+        ("bcx", "length", "abcdef", [[0], [], [1, 2], [], [3, 4]]),
+        ("def", "stop", "abc", [[0], [1], [], [], []]),
+        ("defx", "length", "abcdef", [[0], [1], [], [], [2, 3, 4]]),
+        ("ab", "stop", "", [[]]),
+    ],
+)
+def test_logprobs_come_with_the_text_of_their_tokens(
+    stop: str, end: str, text: str, shown: list[list[int]]
+) -> None:
+    said: list[Delta] = []
+    asked = request(3, max_tokens=5, stop=(stop,), num_logprobs=0)
+    one = Answering(asked, None, said.append, Words(), end_tokens=[])
+    for token in range(len(shown)):
+        one.accept(Choice(token, TokenLogprob(token, -1.0)))
+    assert [[each.token for each in delta.logprobs] for delta in said] == shown
+    answer = Answer.of(said)
+    assert (answer.text, answer.finish_reason) == (text, end)
+    assert answer.tokens == tuple(range(len(shown)))
+
+
+def test_what_is_held_back_at_a_cancellation_has_no_logprobs() -> None:
+    said: list[Delta] = []
+    asked = request(3, max_tokens=5, stop=("cx",), num_logprobs=0)
+    one = Answering(asked, None, said.append, Words(), end_tokens=[])
+    for token in range(2):
+        one.accept(Choice(token, TokenLogprob(token, -1.0)))
+    one.finish("cancelled")
+    answer = Answer.of(said)
+    assert (answer.text, [each.token for each in answer.logprobs]) == ("ab", [0])
 
 
 class Logged:

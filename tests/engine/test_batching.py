@@ -43,3 +43,35 @@ def test_no_step_has_more_tokens_than_were_compiled_for(
         for listener in (first, *listeners):
             assert listener.answer().finish_reason == "length"
     assert 2000 < max(steps) <= compiled_for[0]
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(16, 24 + 2048), (100, 24 * 100)])
+def test_no_static_batch_has_more_tokens_than_were_compiled_for(
+    plain: nn.Module, monkeypatch: pytest.MonkeyPatch, chunk: int, most: int
+) -> None:
+    """24 prompts of 101 .. 124 tokens, padded to one length, are too many for one batch."""
+    compiled_for, rows = [], []
+
+    def warm_up(shapes: Any, max_tokens: int, **_: Any) -> int:
+        compiled_for.append(max_tokens)
+        return 0
+
+    def counted(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        rows.append(kwargs["input_ids"].numel())
+
+    monkeypatch.setattr(batching, "warm_up", warm_up)
+    lora = attach(copy.deepcopy(plain), max_loras=1, max_rank=8)
+    settings: dict[str, Any] = {"batching": "static", "max_running": 24, "chunk": chunk}
+    with Engine(lora, TOKENIZER, **settings) as engine:
+        lora.model.register_forward_pre_hook(counted, with_kwargs=True)
+        first = Listener()
+        engine.submit(request(5, max_tokens=2), first)
+        assert first.has_begun.wait(30)  # so that the others come all at once
+        listeners = [Listener() for _ in range(24)]
+        for at, listener in enumerate(listeners):
+            listener.hold.set()
+            engine.submit(request(101 + at, max_tokens=2), listener)
+        for listener in (first, *listeners):
+            assert listener.answer().finish_reason == "length"
+    assert compiled_for == [most]
+    assert most - 124 < max(rows) <= most

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from lorafold.engine import Engine, Request, Sampling
+from lorafold.engine.answering import Answering
+from lorafold.engine.static import StaticBatches
 from lorafold.errors import ModelError
 from lorafold.runtime import attach
 from tests.engine.asking import TOKENIZER, Listener, request
@@ -64,6 +66,22 @@ def test_tokens_are_streamed_and_a_row_can_be_cancelled(engine: Engine) -> None:
     answer = listener.answer()
     assert answer.finish_reason == "cancelled"
     assert 1 <= len(answer.tokens) < 100
+
+
+def test_a_prompt_longer_than_a_batch_runs_alone(engine: Engine) -> None:
+    batches = StaticBatches(engine.lora, max_length=100, max_tokens=10)
+    short, long, middle = (
+        Answering(request(length), None, lambda delta: None, TOKENIZER, ()) for length in (2, 20, 5)
+    )
+    assert batches.reserve(long)
+    assert not batches.reserve(short)
+    batches.release(long)
+    assert batches.reserve(short)
+    assert batches.reserve(middle)  # two rows of five
+    assert not batches.reserve(long)
+    assert not batches.reserve(Answering(short.request, None, print, TOKENIZER, ()))
+    batches.release(middle)
+    assert not batches.reserve(long)
 
 
 def test_packing_it_all_the_same_is_refused(engine: Engine) -> None:

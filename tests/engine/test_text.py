@@ -73,6 +73,17 @@ def test_text_ends_before_the_first_stop_string(kind: str, text: str, stop: list
     assert "".join(pieces(kind, text, stop)) == expected
 
 
+def test_what_is_said_and_what_is_read_are_counted() -> None:
+    stream, counts = TextStream(TOKENIZERS["byte level"], ["abb"]), []
+    for token in TOKENIZERS["byte level"]("éabaabb")["input_ids"]:
+        stream.push(token)
+        counts.append((stream.num_said, stream.num_read))
+    assert counts == [(0, 0), (1, 1), (1, 2), (1, 3), (3, 4), (4, 5), (4, 6), (4, 4)]
+    stream = TextStream(TOKENIZERS["byte level"], ["abb"])
+    assert stream.push(TOKENIZERS["byte level"]("a")["input_ids"][0]) + stream.flush() == "a"
+    assert (stream.num_said, stream.num_read) == (1, 1)
+
+
 def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
     assert pieces("byte level", "abaabb", ["abb"]) == ["", "", "ab", "a", "", "", ""]
     assert pieces("byte level", "aba", ["abb"]) == ["", "", "ab", "a"]

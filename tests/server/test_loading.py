@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.testclient import TestClient
 
+from lorafold.pool import Pool
+from lorafold.server.app import create_app
+from lorafold.server.service import Service
 from tests.server.asking import complete, text
 from tests.server.process import Process
+
+
+def test_others_are_answered_while_an_adapter_is_unloaded(
+    service: Service, adapter_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow unload holds up neither the event loop nor the engine."""
+    has_begun, may_end, ends = threading.Event(), threading.Event(), []
+    evict = Pool.evict
+
+    def slow(pool: Pool, name: str) -> None:
+        if name.startswith("a1@"):
+            has_begun.set()
+            ends.append(may_end.wait(20))
+        evict(pool, name)
+
+    monkeypatch.setattr(Pool, "evict", slow)
+    service.engine.load("a1", adapter_root / "a1")
+    app = create_app(replace(service, adapter_roots=(adapter_root,)))
+    with TestClient(app) as http, ThreadPoolExecutor(1) as threads:
+        body = {"lora_name": "a1"}
+        unloading = threads.submit(http.post, "/v1/unload_lora_adapter", json=body)
+        assert has_begun.wait(20)
+        asked = {"model": "a0", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+        answered = http.post("/v1/completions", json=asked)
+        streamed = http.post("/v1/completions", json=asked | {"stream": True})
+        names = [model["id"] for model in http.get("/v1/models").json()["data"]]
+        may_end.set()
+        assert unloading.result(20).status_code == 200
+    assert answered.json()["usage"]["completion_tokens"] == 4
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert names == ["tiny", "a0"]
+    assert ends == [True]  # it waited for the others, and not they for it
 
 
 class TestLoading:

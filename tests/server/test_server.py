@@ -133,6 +133,34 @@ def test_logprobs_have_openais_shapes(client: openai.OpenAI) -> None:
     assert chat(client, "a0").choices[0].logprobs is None
 
 
+def test_logprobs_end_with_the_text_that_a_stop_string_cuts(client: openai.OpenAI) -> None:
+    whole = complete(client, "a3", max_tokens=12, logprobs=1).choices[0]
+    stop = whole.text[5:8]
+    length = whole.text.index(stop)
+    settings: dict[str, Any] = {"max_tokens": 12, "stop": stop}
+    cut = complete(client, "a3", logprobs=1, **settings)
+    assert "".join(cut.choices[0].logprobs.tokens) == cut.choices[0].text == whole.text[:length]
+    assert cut.choices[0].logprobs.token_logprobs == whole.logprobs.token_logprobs[:length]
+    assert cut.usage.completion_tokens == length + len(stop)
+    text, offsets = "", []
+    for chunk in complete(client, "a3", logprobs=1, stream=True, **settings):
+        logprobs = chunk.choices[0].logprobs
+        tokens = [] if logprobs is None else logprobs.tokens
+        assert "".join(tokens) == chunk.choices[0].text
+        text += chunk.choices[0].text
+        offsets += [] if logprobs is None else logprobs.text_offset
+    assert (text, offsets) == (whole.text[:length], [*range(length)])
+    said = chat(client, "a3", max_tokens=12).choices[0].message.content
+    for is_streamed in (False, True):
+        asked = {"max_tokens": 12, "stop": said[4:6], "logprobs": True, "stream": is_streamed}
+        answer = chat(client, "a3", **asked)
+        choices = [chunk.choices[0] for chunk in answer] if is_streamed else answer.choices
+        found = [
+            place.token for each in choices if each.logprobs for place in each.logprobs.content
+        ]
+        assert "".join(found) == said[: said.index(said[4:6])]
+
+
 def test_an_unknown_model_is_not_the_base(client: openai.OpenAI) -> None:
     for name in ("a9", "TINY", "base", "a0@1", " a0"):
         with pytest.raises(openai.NotFoundError) as refused:

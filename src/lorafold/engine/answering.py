@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from lorafold.engine.request import Delta, FinishReason, Request
+from lorafold.engine.request import Delta, FinishReason, Request, TokenLogprob
 from lorafold.engine.sampler import Choice, Draw
 from lorafold.engine.shelf import Loaded
 from lorafold.engine.text import TextStream
@@ -66,6 +67,8 @@ class Answering:
         self._deliver = deliver
         self._text = TextStream(tokenizer, request.sampling.stop)
         self._unsaid: Choice | None = None
+        # Where in the text their tokens begin, and the log-probabilities that wait for that text.
+        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()
         self._end_tokens = () if request.sampling.ignore_eos else end_tokens
 
     @property
@@ -107,18 +110,20 @@ class Answering:
         choice, self._unsaid = self._unsaid, None
         if choice is None or self.finish_reason is not None:
             return
+        if choice.logprob is not None:
+            self._logprobs.append((self._text.num_read, choice.logprob))
         try:
             text, self.finish_reason = self._read(choice.token)
         except Exception as error:
             self.finish("error", error)
             return
-        logprobs = () if choice.logprob is None else (choice.logprob,)
-        self._send(Delta(text, (choice.token,), logprobs, self.finish_reason))
+        self._send(Delta(text, (choice.token,), tuple(self._shown()), self.finish_reason))
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End the answer before its time, if its latest token has not ended it.
 
-        Text that was held back is not delivered: nobody knows how it would have gone on.
+        Text that was held back is not delivered, and neither are its tokens' log-probabilities:
+        nobody knows how it would have gone on.
         """
         self.say()
         if self.finish_reason is None:
@@ -135,6 +140,15 @@ class Answering:
         if is_end or self._text.is_stopped:
             return text, "stop"
         return text, "length" if is_last else None
+
+    def _shown(self) -> Iterator[TokenLogprob]:
+        """The log-probabilities that are due: of tokens that begin in the text that has been said.
+
+        At the end all are, but for those of tokens that begin where a stop string does, or after.
+        """
+        is_whole = self.finish_reason is not None and not self._text.is_stopped
+        while self._logprobs and (is_whole or self._logprobs[0][0] < self._text.num_said):
+            yield self._logprobs.popleft()[1]
 
     def _send(self, delta: Delta) -> None:
         try:

@@ -75,25 +75,33 @@ def build_batches(
         max_running: requests of a batch.
         max_length: tokens of the longest request.
         cache_tokens: places in the KV cache; None for as many as may be needed or fit.
-        chunk: tokens of a prompt that are read at once.
+        chunk: tokens of a prompt that are read at once; a static batch has `max_running` chunks of
+            prompts at most, or one longer prompt.
         graphs: on CUDA, run packed decode steps as graphs.
 
     Raises:
         ModelError: if "packed" was asked for and the model does not allow it.
         BackendError: if the KV cache is too small for a request, or too large for the device.
     """
-    most_tokens = most_step_tokens(max_running, chunk)
-    warm_up(call_shapes(lora.model), most_tokens, device=lora.pool.device)
+    shapes, device = call_shapes(lora.model), lora.pool.device
+    step_tokens = most_step_tokens(max_running, chunk)
+
+    def static() -> StaticBatches:
+        most_tokens = max(step_tokens, max_running * chunk)
+        warm_up(shapes, most_tokens, device=device)
+        return StaticBatches(lora, max_length=max_length, max_tokens=most_tokens)
+
     if batching == "static":
-        return StaticBatches(lora, max_length=max_length)
+        return static()
+    warm_up(shapes, step_tokens, device=device)
     use_flash = True
     reason = why_not_packed(lora)
-    if reason is not None and lora.pool.device.type == "cuda":
+    if reason is not None and device.type == "cuda":
         use_flash, reason = False, why_not_packed(lora, use_flash=False)
     if reason is not None:
         if batching == "packed":
-            raise ModelError(f"requests cannot be packed: {reason}; hint: batching='static'")
-        return StaticBatches(lora, max_length=max_length)
+            raise ModelError(f"requests cannot be packed: {reason}; hint: set batching to static")
+        return static()
     num_tokens = cache_tokens or _fitting_tokens(lora, max_running * (max_length + 16))
     return PackedBatches(
         lora,

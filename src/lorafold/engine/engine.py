@@ -63,7 +63,9 @@ class Engine:
         max_waiting: requests that may wait.
         max_length: tokens of a request, prompt and answer; None for what the model was made for.
         cache_tokens: tokens in the KV cache; None for what may be needed, as far as memory allows.
-        chunk: tokens of a prompt that are read at once.
+        chunk: tokens of a prompt that are read at once. A static batch reads whole prompts, padded
+            to the longest: together `max_running * chunk` tokens at most (or what a packed step
+            has, if that is more), or one longer prompt alone. Kernels are compiled for that.
         graphs: on CUDA, capture the steps of packed requests as graphs at the start; where the
             model does not allow it, a warning says so.
         host_bytes: host memory for adapters; those that were not needed for longest are read from

@@ -27,8 +27,8 @@ class Sampling:
         top_p: draw from the fewest likeliest tokens whose probabilities reach this sum.
         seed: makes a drawn answer repeatable, whatever else is in the batch; None for a new one.
         stop: strings before which the answer ends.
-        num_logprobs: how many of the likeliest tokens to report at each place, besides the chosen
-            one; None for no log-probabilities at all.
+        num_logprobs: how many of the likeliest tokens to report at each place of the text, besides
+            the chosen one; None for no log-probabilities at all.
         ignore_eos: go on after an end-of-sequence token.
 
     Raises:
@@ -127,7 +127,9 @@ class Delta:
         text: may be empty, and may lag behind the tokens: what could still turn out to be part of
             a stop string, or of a character, is held back.
         tokens: the new tokens.
-        logprobs: one per token, if they were asked for.
+        logprobs: one per token, if they were asked for. They come with the text of their tokens, so
+            those of a stop string, which is cut off, never come; a token that begins before it and
+            ends in it does.
         finish_reason: not None in the last delta of an answer.
         error: why, where finish_reason is "error".
 
@@ -146,6 +148,9 @@ class Delta:
 @dataclass(frozen=True)
 class Answer:
     """A whole answer: its deltas put together.
+
+    `tokens` are all that were generated, also those of a stop string; `logprobs` are of those that
+    begin in the text.
 
     Example:
         >>> Answer.of([Delta("Hi", (42,)), Delta("!", (7,), finish_reason="stop")]).text

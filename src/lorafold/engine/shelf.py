@@ -105,8 +105,9 @@ class Shelf:
             before = self._loaded.pop(name, None)
             loaded = Loaded(name, key, fspath(path), report, time.time())
             self._loaded[name] = loaded
-            if before is not None:
-                self._clear_away(before)
+            is_gone = before is not None and self._is_gone(before)
+        if before is not None and is_gone:
+            self._clear_away(before)
         return loaded
 
     def adapter(self, loaded: Loaded) -> Adapter:
@@ -127,6 +128,8 @@ class Shelf:
         with self._lock:
             loaded = self._find(name)
             del self._loaded[name]
+            is_gone = self._is_gone(loaded)
+        if is_gone:
             self._clear_away(loaded)
 
     def take(self, name: str) -> Loaded:
@@ -149,6 +152,8 @@ class Shelf:
         """Count a user off, of `take` or `share`."""
         with self._lock:
             self._num_users[loaded.key] -= 1
+            is_gone = self._is_gone(loaded)
+        if is_gone:
             self._clear_away(loaded)
 
     def __contains__(self, name: object) -> bool:
@@ -167,14 +172,18 @@ class Shelf:
             raise AdapterNotFoundError(message, adapter=name)
         return self._loaded[name]
 
+    def _is_gone(self, loaded: Loaded) -> bool:
+        """Whether it has just lost the last of its name and its users; asked under the lock."""
+        if self._num_users[loaded.key] > 0:
+            return False
+        del self._num_users[loaded.key]
+        return self._loaded.get(loaded.name) is not loaded
+
     def _clear_away(self, loaded: Loaded) -> None:
-        """Forget what can be named no more and has no user, and empty its slot."""
-        if self._num_users[loaded.key] == 0:
-            del self._num_users[loaded.key]
-            if self._loaded.get(loaded.name) is not loaded:
-                self._store.unregister(loaded.key)
-                with suppress(AdapterNotFoundError):  # it was not placed
-                    self._lora.pool.evict(loaded.key)
+        """Forget what is gone, and empty its slot; not under the lock, as that may take a while."""
+        self._store.unregister(loaded.key)
+        with suppress(AdapterNotFoundError):  # it was not placed
+            self._lora.pool.evict(loaded.key)
 
     def _read(self, key: str, path: str) -> Adapter:
         """The adapter under its key; messages speak of it by its name."""

@@ -24,17 +24,24 @@ __all__ = ["StaticBatches"]
 class StaticBatches:
     """Whole batches, one after the other.
 
+    A batch reads its prompts at once, all padded to the longest. Requests join it while that makes
+    at most `max_tokens` tokens; the others wait for a later one. A prompt that is longer by itself
+    runs alone, and may be the first for which a kernel has to be compiled.
+
     Args:
         lora: the model.
         max_length: tokens of the longest request.
+        max_tokens: of the prompts of a batch, padding included.
 
     Example: `lorafold.engine.Engine` uses it.
     """
 
-    def __init__(self, lora: MultiLora, *, max_length: int) -> None:
+    def __init__(self, lora: MultiLora, *, max_length: int, max_tokens: int) -> None:
         self.max_length = max_length
         self.is_continuous = False
         self._lora = lora
+        self._max_tokens = max_tokens
+        self._prompts: dict[Answering, int] = {}  # of those that hold a place, the lengths
         self._clock = ForwardClock(lora.pool.device)
 
     def session(self) -> AbstractContextManager[None]:
@@ -42,11 +49,17 @@ class StaticBatches:
         return nullcontext()
 
     def reserve(self, answering: Answering) -> bool:
-        """Find room for a request: `generate` makes its own."""
+        """Find room for a request, or return False."""
+        length = len(answering.request.prompt)
+        num_tokens = (len(self._prompts) + 1) * max([length, *self._prompts.values()])
+        if self._prompts and num_tokens > self._max_tokens:
+            return False
+        self._prompts[answering] = length
         return True
 
     def release(self, answering: Answering) -> None:
         """Give the room of a request back."""
+        del self._prompts[answering]
 
     def advance(self, running: Iterable[Answering]) -> None:
         """Run the requests to their ends."""

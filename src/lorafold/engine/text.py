@@ -21,6 +21,7 @@ class TextStream:
 
     Attributes:
         is_stopped: whether a stop string has been found.
+        num_said: characters that have been returned.
 
     Example:
         >>> class Letters:
@@ -35,6 +36,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.is_stopped = False
+        self.num_said = 0
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
@@ -42,6 +44,11 @@ class TextStream:
         # are decoded again because how a token reads depends on the one before.
         self._context = self._shown = 0
         self._held = ""
+
+    @property
+    def num_read(self) -> int:
+        """Characters before the next token: what has been returned, and what is held back."""
+        return self.num_said + len(self._held)
 
     def push(self, token: int) -> str:
         """The text that became certain with this token."""
@@ -58,8 +65,9 @@ class TextStream:
         rest = self._release(self._take(self._decode(self._ids[self._context :])))
         if self.is_stopped:
             return rest
-        rest, self._held = rest + self._held, ""
-        return rest
+        held, self._held = self._held, ""
+        self.num_said += len(held)
+        return rest + held
 
     def _take(self, text: str) -> str:
         """The part of `text`, read from the context on, that is new."""
@@ -72,11 +80,13 @@ class TextStream:
         text = self._held + new
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            self.is_stopped, self._held = True, ""
-            return text[: min(found)]
-        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+            self.is_stopped, end = True, min(found)
+            self._held = ""
+        else:
+            end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+            self._held = text[end:]
+        self.num_said += end
+        return text[:end]
 
     def _decode(self, ids: list[int]) -> str:
         return str(

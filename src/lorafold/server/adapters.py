@@ -77,7 +77,7 @@ def _add_loading(router: APIRouter, service: Service) -> None:
     @router.post("/v1/unload_lora_adapter", responses=_ANSWERS, response_model=None)
     async def unload_lora_adapter(body: UnloadRequest) -> Response:
         """Unload an adapter; requests that were accepted with it run to their end."""
-        service.engine.unload(body.lora_name)
+        await asyncio.to_thread(service.engine.unload, body.lora_name)
         text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         return PlainTextResponse(text)
 
