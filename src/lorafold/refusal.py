@@ -197,6 +197,6 @@ class Decisions:
     def tolerate(self, refusal: Refusal, message: str) -> None:
         """Raise the refusal if strict; else record it. Only for members of `DOWNGRADABLE`."""
         if self.strict or refusal not in DOWNGRADABLE:
-            hint = "; hint: strict=False skips it" if refusal in DOWNGRADABLE else ""
+            hint = "; hint: with strict off it is skipped" if refusal in DOWNGRADABLE else ""
             raise self.refuse(refusal, message + hint)
         self.skipped.append(printable(f"{refusal.value}: {message}"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from lorafold.errors import AdapterFormatError
+from lorafold.adapter import ExpertShape, TargetShape
+from lorafold.errors import AdapterFormatError, AdapterMismatchError
+from lorafold.peft import load_adapter
 from lorafold.peft.files import MAX_CONFIG_BYTES, MAX_HEADER_BYTES, open_folder
 from lorafold.peft.header import check_header, read_json
 from lorafold.refusal import Decisions
@@ -283,3 +287,43 @@ def test_a_folder_in_the_place_of_a_file_leaves_nothing_open(tmp_path: Path, nam
         pass
     assert caught.value.code == "broken-file"
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+class Stepped(dict[str, TargetShape | ExpertShape]):
+    """Targets through which every step is a call that a profiler sees."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("m{}.lora_A.weight", "m{}.lora_B.weight"),
+        ("lora_te_m{}.lora_down.weight", "lora_te_m{}.lora_up.weight"),
+    ],
+    ids=lambda names: names[0],
+)
+def test_the_work_on_many_names_is_for_each_by_itself(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """No name is compared with every target of the model, or with every word of the config."""
+    num_names, num_targets = 20_000, 2_000
+    tensors = {name.format(at): torch.ones(1, 1) for at in range(num_names // 2) for name in names}
+    words = [f"w{at}.weight" for at in range(num_targets)]
+    folder = write(tmp_path, tensors, CONFIG | {"r": 1, "target_parameters": words})
+    targets = Stepped({f"model.blocks.{at}.up": TargetShape(1, 1) for at in range(num_targets)})
+    num_calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        with pytest.raises(AdapterMismatchError, match="none of its modules is a target"):
+            load_adapter(folder, targets, strict=False)
+    finally:
+        sys.setprofile(before)
+    assert num_calls < 300 * (num_names + num_targets) < num_names * num_targets / 4

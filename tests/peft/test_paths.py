@@ -96,6 +96,15 @@ def test_two_modules_never_share_a_target() -> None:
         resolve(paths, [f"model.layers.{Q}"], Decisions("sql"))
 
 
+def test_all_that_is_missing_is_told_at_once() -> None:
+    paths = ["a.0.up", "b.0.up", "lm_head"]
+    with pytest.raises(AdapterMismatchError, match=r"`a.0.up`, `b.0.up`, `lm_head`; .*all-linear"):
+        resolve(paths, ["c.0.up"], Decisions("sql"))
+    decisions = Decisions("sql", strict=False)
+    assert resolve([*paths, "c.0.up"], ["c.0.up"], decisions).keys() == {"c.0.up"}
+    assert len(decisions.skipped) == 1
+
+
 def test_fused_modules_are_slices() -> None:
     parts = tuple(f"model.layers.0.{name}" for name in ("q_proj", "k_proj", "v_proj"))
     whole = "model.layers.0.qkv_proj"

@@ -99,7 +99,7 @@ def test_the_output_head_is_a_target_and_its_copy_is_dropped(
 ) -> None:
     folder = write_adapter(model, tmp_path, ["lm_head", "q_proj"])
     assert "base_model.model.lm_head.base_layer.weight" in tensors_of(folder)
-    with pytest.raises(AdapterFormatError, match="pass base_tensor") as caught:
+    with pytest.raises(AdapterFormatError, match="with the base's weights at hand") as caught:
         load_adapter(folder, linear_shapes(model))
     assert caught.value.code == "modules-to-save"
     adapter = load_adapter(folder, linear_shapes(model), base_tensor=base_tensor_of(model))
@@ -273,7 +273,7 @@ def test_a_model_without_the_targets_is_a_mismatch(tmp_path: Path) -> None:
     model = make_model("llama")
     folder = write_adapter(model, tmp_path, ATTENTION)
     shapes = {path: s for path, s in linear_shapes(model).items() if "o_proj" not in path}
-    with pytest.raises(AdapterMismatchError, match=r"0\.self_attn\.o_proj.*strict=False") as caught:
+    with pytest.raises(AdapterMismatchError, match=r"0\.self_attn\.o_proj.*strict off") as caught:
         load_adapter(folder, shapes)
     assert vars(caught.value)["code"] == "unmatched-path"
     adapter = load_adapter(folder, shapes, strict=False)

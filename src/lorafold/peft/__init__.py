@@ -19,7 +19,7 @@ from lorafold.peft.factors import build_entries
 from lorafold.peft.files import Folder, open_folder
 from lorafold.peft.layouts import ExpertLayout
 from lorafold.peft.names import TensorName, read_names
-from lorafold.peft.paths import HEAD, core, is_head
+from lorafold.peft.paths import HEAD, core, ends, is_head
 from lorafold.peft.scale import ScaleRule
 from lorafold.peft.spec import AdapterSpec, ExpertEntry, LoraEntry, Projection
 from lorafold.refusal import Decisions, Refusal, listed
@@ -188,12 +188,10 @@ def _check_targets(
         known.add(entry.module)
         known |= {f"{entry.module}.{word}" for word in _EXPERT_WORDS[entry.projection]}
     # Tools that rename tensors leave the config: containers of the model are not compared.
-    suffixes = {""}
-    for path in known:
-        segments = core(path).split(".")
-        suffixes |= {".".join(segments[i:]) for i in range(len(segments))}
     asked = {*config.target_modules, *config.target_parameters} - {"all-linear"}
-    absent = [name for name in asked if core(name) not in suffixes]
+    wanted = {core(name) for name in asked} - {""}
+    found = {""} | {end for path in known for end in ends(core(path), ".") if end in wanted}
+    absent = [name for name in asked if core(name) not in found]
     if absent and not any(entry.is_flat for entry in entries):
         message = f"the config targets {listed(absent)}, for which the file has no tensors"
         decisions.tolerate(Refusal.UNMATCHED_TARGET, message)
@@ -208,6 +206,6 @@ def _check_inert(
     if not any(acting):
         message = (
             "every B, every A or every scale is zero, so the adapter changes nothing; hint: was it "
-            "saved before training? allow_inert=True accepts it"
+            "saved before training? allow_inert accepts it"
         )
         raise decisions.refuse(Refusal.INERT, message)

@@ -111,7 +111,7 @@ def _check_embeddings(
         words = ["all-linear", *sorted({path.rpartition(".")[2] for path in paths})]
         message = (
             f"it changes the embedding {listed(paths)}, and no embedding is a target; hint: "
-            f"attach(model, targets={words})"
+            f"attach with the targets {listed(words)}"
         )
         raise decisions.refuse(Refusal.EMBEDDING, message)
 
@@ -128,9 +128,9 @@ def _drop_copies(
         base = next((tensor for tensor in found if tensor is not None), None)
         if base is None:
             message = (
-                f"the file has a full copy of `{path}`, shape {tuple(copy.shape)}; hint: pass "
-                "base_tensor to drop it if it equals the base's, or save the adapter with "
-                "save_embedding_layers=False"
+                f"the file has a full copy of `{path}`, shape {tuple(copy.shape)}; hint: with the "
+                "base's weights at hand it is dropped if it equals theirs; or save the adapter "
+                "with save_embedding_layers=False"
             )
             raise decisions.refuse(Refusal.MODULES_TO_SAVE, message)
         if base.shape != copy.shape:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lorafold.peft.header import read_json
+from lorafold.peft.paths import ends
 from lorafold.peft.scale import ScaleRule
 from lorafold.refusal import Decisions, Refusal, listed
 
@@ -80,7 +81,7 @@ class PeftConfig:
     scale_rule: ScaleRule
     target_modules: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
+    excluded: frozenset[str] = frozenset()
     layers: frozenset[int] | None = None
     layer_names: tuple[str, ...] = ()
     saved_vocabulary: tuple[str, ...] = ()
@@ -92,7 +93,7 @@ class PeftConfig:
 
     def excludes(self, path: str) -> str:
         """Why the config leaves a module out, "" if it does not."""
-        if any(path == name or path.endswith("." + name) for name in self.excluded):
+        if any(end in self.excluded for end in ends(path, ".")):
             return "exclude_modules"
         if self.layers is not None and self._layer(path) not in self.layers:
             return "layers_to_transform"
@@ -284,7 +285,7 @@ def _build(reader: _Reader) -> PeftConfig:
         # A single word is a regular expression here: the tensors say what it matched.
         target_modules=() if isinstance(targets, str) else reader.names("target_modules"),
         target_parameters=reader.names("target_parameters"),
-        excluded=() if isinstance(excluded, str) else reader.names("exclude_modules"),
+        excluded=frozenset(() if isinstance(excluded, str) else reader.names("exclude_modules")),
         layers=_layers(reader),
         layer_names=reader.names("layers_pattern"),
         saved_vocabulary=reader.names("modules_to_save"),

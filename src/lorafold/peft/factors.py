@@ -11,6 +11,7 @@ from torch import Tensor
 from lorafold.adapter import Kind
 from lorafold.peft.config import PeftConfig
 from lorafold.peft.names import Role, TensorName
+from lorafold.peft.paths import ends
 from lorafold.peft.spec import ExpertEntry, Form, LoraEntry, Projection
 from lorafold.refusal import Decisions, Refusal, listed
 
@@ -51,14 +52,14 @@ def to_bfloat16(tensor: Tensor, name: str, decisions: Decisions) -> Tensor:
         message = f"`{name}` is {tensor.dtype}; allowed: {', '.join(map(str, _DTYPES))}"
         raise decisions.refuse(Refusal.DTYPE, message)
     exact = tensor.float()  # bfloat16, float16 and float8 values are all float32 values
+    rounded = exact.to(torch.bfloat16)
+    if bool(torch.isfinite(rounded).all()):  # so they were before: NaN and infinity stay
+        return rounded.contiguous()
     if not bool(torch.isfinite(exact).all()):
         message = f"`{name}` holds NaN or infinity; hint: the training may have diverged"
         raise decisions.refuse(Refusal.NON_FINITE, message)
-    rounded = exact.to(torch.bfloat16)
-    if not bool(torch.isfinite(rounded).all()):
-        message = f"`{name}` holds {float(exact.abs().max())}, which is infinite in bfloat16"
-        raise decisions.refuse(Refusal.OVERFLOW, message)
-    return rounded.contiguous()
+    message = f"`{name}` holds {float(exact.abs().max())}, which is infinite in bfloat16"
+    raise decisions.refuse(Refusal.OVERFLOW, message)
 
 
 @dataclass
@@ -125,6 +126,7 @@ class _Builder:
     ) -> None:
         self._tensors = tensors
         self._config = config
+        self._target_parameters = frozenset(config.target_parameters)
         self._decisions = decisions
         self._depths: dict[str, set[int]] = {}
         for module in modules:
@@ -185,8 +187,7 @@ class _Builder:
 
     def is_target_parameter(self, name: str) -> bool:
         """Whether `target_parameters` names a parameter."""
-        targets = self._config.target_parameters
-        return any(name == target or name.endswith("." + target) for target in targets)
+        return any(end in self._target_parameters for end in ends(name, "."))
 
     def check_included(self, path: str) -> None:
         """Refuse tensors of a module that the config leaves out."""

@@ -140,7 +140,7 @@ def is_grouped(
     if config.is_unsloth and not config.lora_b_layout and rank > 1:
         message = (
             "the file is Unsloth's and does not say how the columns of lora_B are ordered; hint: "
-            'pass expert_layout="unsloth" if it was saved before September 2026, else "peft"'
+            "expert_layout is `unsloth` if it was saved before September 2026, else `peft`"
         )
         raise decisions.refuse(Refusal.EXPERT_LAYOUT, message)
     return words[config.lora_b_layout]
@@ -171,7 +171,7 @@ def choose_swap(
     if layout is not None:
         wanted = layout.endswith("-0.18")
         if wanted not in common:
-            message = f"expert_layout={layout!r} does not fit the shapes of the factors"
+            message = f"expert_layout `{layout}` does not fit the shapes of the factors"
             raise decisions.refuse(Refusal.EXPERT_LAYOUT, message)
         return wanted
     if not common:
@@ -193,6 +193,6 @@ def choose_swap(
         return False
     message = (
         "the expert factors are square, and the version of PEFT does not tell whether in and out "
-        'are swapped; hint: pass expert_layout="peft-0.18" if they are, else "peft"'
+        "are swapped; hint: expert_layout is `peft-0.18` if they are, else `peft`"
     )
     raise decisions.refuse(Refusal.EXPERT_LAYOUT, message)

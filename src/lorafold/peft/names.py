@@ -55,13 +55,7 @@ _REFUSED_SEGMENTS = {
     "linear_in": Refusal.FOREIGN_FORMAT,  # Megatron
     "linear_out": Refusal.FOREIGN_FORMAT,
 }
-_REFUSED_PREFIXES = {
-    "hada_": Refusal.NOT_LORA,
-    "lokr_": Refusal.NOT_LORA,
-    "ia3_": Refusal.NOT_LORA,
-    "vera_": Refusal.NOT_LORA,
-    "oft_": Refusal.NOT_LORA,
-}
+_OTHER_METHODS = ("hada_", "lokr_", "ia3_", "vera_", "oft_")
 
 
 @dataclass(frozen=True)
@@ -113,9 +107,8 @@ def read_name(raw: str) -> TensorName | Refusal:
             return _REFUSED_SEGMENTS[segment]
         if segment in _TRAINING_ONLY:
             return TensorName(raw, _module_path(segments), "dropped")
-        for prefix, refusal in _REFUSED_PREFIXES.items():
-            if segment.startswith(prefix):
-                return refusal
+        if segment.startswith(_OTHER_METHODS):
+            return Refusal.NOT_LORA
     at = next((i for i, segment in enumerate(segments) if segment in _FACTORS), None)
     if at is not None:
         return _read_factor(raw, segments[:at], segments[at], segments[at + 1 :])

@@ -7,12 +7,22 @@ refused, so that no adapter of a language model ends up in a vision tower.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from lorafold.refusal import Decisions, Refusal, listed
 
-__all__ = ["FUSED", "HEAD", "Match", "core", "is_head", "mounts", "resolve", "resolve_flat"]
+__all__ = [
+    "FUSED",
+    "HEAD",
+    "Match",
+    "core",
+    "ends",
+    "is_head",
+    "mounts",
+    "resolve",
+    "resolve_flat",
+]
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -61,6 +71,17 @@ def core(path: str) -> str:
         'layers.0.mlp.up_proj'
     """
     return ".".join(segment for segment in path.split(".") if segment not in _CONTAINERS)
+
+
+def ends(path: str, separator: str) -> Iterator[str]:
+    """A path, and what is left of it after each of its separators.
+
+    Example:
+        >>> list(ends("mlp.up_proj", "."))
+        ['mlp.up_proj', 'up_proj']
+    """
+    segments = path.split(separator)
+    return (separator.join(segments[at:]) for at in range(len(segments)))
 
 
 def is_head(path: str) -> bool:
@@ -160,6 +181,13 @@ def resolve(
     found: dict[str, Match] = {}
     for members in groups.values():
         found |= _resolve_group(members, roots, targets, decisions)
+    missing = [path for members in groups.values() for path in members if path not in found]
+    if missing:
+        given = listed(targets, limit=3)
+        message = f"no target of the model is {listed(missing)}; targets are {given}"
+        if any(map(is_head, missing)):
+            message += f"; hint: attach with the targets `all-linear`, `{HEAD}`"
+        decisions.tolerate(Refusal.UNMATCHED_PATH, message)
     _check_distinct(found, decisions)
     return found
 
@@ -167,7 +195,10 @@ def resolve(
 def _resolve_group(
     members: list[str], roots: set[str], targets: Collection[str], decisions: Decisions
 ) -> dict[str, Match]:
-    """The targets of the modules of one list of layers: all in one place of the model."""
+    """The targets of the modules of one list of layers: all in one place of the model.
+
+    If no place has all of them, those that are found in the only place that has any.
+    """
     root, first = _split_root(members[0])
     rests = {path: _split_root(path)[1] for path in members}
     is_list = first[0].isdecimal()
@@ -188,14 +219,8 @@ def _resolve_group(
         if complete[0] != root:
             decisions.note(f"`{root}` in the file is `{complete[0]}` in the model")
         return fits[complete[0]]
-    partial = [other for other, fit in fits.items() if fit]
-    kept = fits[partial[0]] if len(partial) == 1 else {}
-    missing = [path for path in members if path not in kept]
-    message = f"no target of the model is {listed(missing)}; targets are {listed(targets, limit=3)}"
-    if any(map(is_head, missing)):
-        message += f"; hint: attach(model, targets=['all-linear', '{HEAD}'])"
-    decisions.tolerate(Refusal.UNMATCHED_PATH, message)
-    return kept
+    partial = [fit for fit in fits.values() if fit]
+    return partial[0] if len(partial) == 1 else {}
 
 
 def resolve_flat(
@@ -218,14 +243,19 @@ def resolve_flat(
         ... ].targets
         ('lm_head',)
     """
-    flat = {target: target.replace(".", "_") for target in targets}
+    whole: dict[str, list[str]] = {}
+    ending: dict[str, list[str]] = {}
+    for target in set(targets):
+        name = target.replace(".", "_")
+        whole.setdefault(name, []).append(target)
+        for end in ends(name, "_"):
+            ending.setdefault(end, []).append(target)
     found: dict[str, Match] = {}
     missing: list[str] = []
     for path in sorted(paths):
         prefix = next((p for p in _FLAT_PREFIXES if path.startswith(p)), "")
         bare = path[len(prefix) :]
-        hits = [target for target, name in flat.items() if name == bare]
-        hits = hits or [t for t, name in flat.items() if f"_{name}".endswith(f"_{bare}")]
+        hits = whole.get(bare) or ending.get(bare, [])
         if len(hits) > 1:
             message = f"`{path}` could be {listed(hits)}; hint: name the module in full"
             raise decisions.refuse(Refusal.AMBIGUOUS_PATH, message)
