@@ -77,7 +77,7 @@ def test_a_difference_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--device", "gpu"], 2, "must be cpu or cuda:N"),
+        (["--device", "gpu"], 2, "device `gpu` is not there; devices here: cpu"),
         (["--device", "cuda:99"], 2, "is not there"),
         (["--device", "meta"], 2, "is not there"),
         (["--rows", "0"], 2, "--rows"),

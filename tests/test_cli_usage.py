@@ -27,7 +27,7 @@ def test_wrong_usage_is_exit_code_2():
     ids=lambda words: words[0],
 )
 def test_a_device_that_is_not_there_is_wrong_usage(words):
-    assert "must be cpu or cuda:N" in cli(*words, "--device", "gpu", code=2)
+    assert "device `gpu` is not there; devices here: cpu" in cli(*words, "--device", "gpu", code=2)
     assert "is not there" in cli(*words, "--device", "cuda:99", code=2)
 
 

@@ -116,12 +116,15 @@ def test_convert_leaves_nothing_half_done(adapter, tmp_path, monkeypatch):
     assert [each.name for each in used.iterdir()] == ["file"]
     experts = DATA / "peft-0.19.0-qwen3_moe"
     assert "name its model with --model" in cli("convert", experts, tmp_path / "out", code=1)
+    copied = dense() | {"base_model.model.lm_head.base_layer.weight": torch.zeros(4, 4)}
+    head = write(tmp_path / "head", copied)
+    assert "name its model with --model" in cli("convert", head, tmp_path / "out", code=1)
 
     from lorafold.cli import write_peft
 
     monkeypatch.setattr(write_peft, "alpha_of", lambda *args, **kwargs: 1)
     assert "does not read back" in cli("convert", adapter, tmp_path / "out", code=1)
-    assert {each.name for each in tmp_path.iterdir()} == {"used"}
+    assert {each.name for each in tmp_path.iterdir()} == {"used", "head"}
 
 
 def factors_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor, float]]:

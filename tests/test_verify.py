@@ -227,12 +227,9 @@ def test_unknown_checks_and_devices_are_refused():
         run(only=["nothing"])
     with pytest.raises(BackendError, match="given: none"):
         run(only=[])
-    with pytest.raises(BackendError, match="CPU or a CUDA device"):
-        run(device="meta")
-    with pytest.raises(BackendError, match="one of torch's"):
-        run(device="gpu")
-    with pytest.raises(BackendError, match="is not there"):
-        run(device="cuda:99")
+    for name in ("meta", "gpu", "", "cuda:99"):
+        with pytest.raises(BackendError, match=f"device `{name}` is not there; devices here: cpu"):
+            run(device=name)
 
 
 def test_a_report_is_json_text_and_a_picture(tmp_path):
@@ -277,7 +274,7 @@ def test_a_case_of_a_device_that_is_not_here(tmp_path):
     file = tmp_path / "case.safetensors"
     about = {"check": "graph", "machine": {"device": "cuda:3"}}
     write_case(file, small(), about)
-    with pytest.raises(BackendError, match="hint: use cpu"):
+    with pytest.raises(BackendError, match="`cuda` is not there; devices here: cpu"):
         replay(file)
     with pytest.raises(BackendError, match="needs a CUDA device"):
         replay(file, device="cpu")

@@ -12,13 +12,14 @@ import typer
 
 from lorafold.bench import SITES, Site, Workload, copy_bytes_per_us, geomean, measure, sites_of
 from lorafold.bench.plot import OURS, Series, draw
-from lorafold.cli.options import Device, device_or_default
+from lorafold.cli.options import Device
 from lorafold.cli.output import Json, console, number, print_json, refusals, table
 from lorafold.cli.progress import progress_bar
 from lorafold.cli.shapes import read_shapes
 from lorafold.errors import BackendError
 from lorafold.numerics import Numerics, resolve
 from lorafold.verify.report import machine_of
+from lorafold.verify.runner import usable_device
 
 __all__ = ["bench"]
 
@@ -73,7 +74,7 @@ def bench(
     reference's. The floor is the bytes that must move over the rate of a large copy, measured here.
     """
     with refusals(as_json=as_json):
-        where = device_or_default(device)
+        where = usable_device(device)
         chosen = resolve(numerics, where)
         sites = list(SITES.values()) if model is None else _sites(model)
         loads = [

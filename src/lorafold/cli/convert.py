@@ -15,6 +15,7 @@ from lorafold.cli.write_peft import write_peft
 from lorafold.errors import LoraError
 from lorafold.peft import AdapterSpec, bind, parse
 from lorafold.peft.layouts import ExpertLayout
+from lorafold.refusal import listed
 
 __all__ = ["convert"]
 
@@ -87,6 +88,11 @@ def _write_alone(spec: AdapterSpec, target: Path) -> Adapter:
     if any(entry.is_flat for entry in spec.entries):
         raise LoraError(
             f"`{spec.source}` has names without dots, such as {spec.entries[0].path}; "
+            "hint: name its model with --model"
+        )
+    if spec.copies:
+        raise LoraError(
+            f"`{spec.source}` has full copies of {listed(spec.copies)}, which may be the model's; "
             "hint: name its model with --model"
         )
     shapes: dict[str, TargetShape | ExpertShape] = {

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lorafold.cli.options import BASE, Device, adapter_paths, device_or_default
+from lorafold.cli.options import BASE, Device, adapter_paths
 from lorafold.cli.output import (
     Json,
     console,
@@ -23,6 +23,7 @@ from lorafold.cli.output import (
 from lorafold.cli.progress import progress_bar
 from lorafold.demo.peft import PeftCheck
 from lorafold.demo.run import PROMPTS, DemoReport, run_demo
+from lorafold.verify.runner import usable_device
 
 __all__ = ["demo"]
 
@@ -76,7 +77,7 @@ def demo(
             adapters,
             tuple(prompt or PROMPTS),
             max_new_tokens,
-            str(device_or_default(device)),
+            str(usable_device(device)),
             hidden=as_json,
         )
     if as_json:

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lorafold.cli.options import BASE, Device, Seed, adapter_paths, device_or_default
+from lorafold.cli.options import BASE, Device, Seed, adapter_paths
 from lorafold.cli.output import Json, console, print_json, refusals, usage_error
 from lorafold.errors import BackendError, LoraError
 from lorafold.peft import parse, ranks_of, targets_of
+from lorafold.verify.runner import usable_device
 
 __all__ = ["generate"]
 
@@ -55,7 +56,7 @@ def generate(
             model,
             paths,
             rows,
-            device=device_or_default(device),
+            device=usable_device(device),
             raw=raw,
             seed=seed,
             max_new_tokens=max_new_tokens,

@@ -10,7 +10,9 @@ import torch
 import typer
 
 from lorafold.cli.output import usage_error
+from lorafold.errors import BackendError
 from lorafold.peft.layouts import ExpertLayout
+from lorafold.verify.runner import usable_device
 
 __all__ = [
     "BASE",
@@ -18,7 +20,6 @@ __all__ = [
     "Layout",
     "Seed",
     "adapter_paths",
-    "device_or_default",
     "parse_device",
 ]
 
@@ -57,13 +58,9 @@ def parse_device(text: str) -> torch.device:
         device(type='cpu')
     """
     try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise usage_error(f"--device must be cpu or cuda:N; given: {text}") from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
-        raise usage_error(f"--device {text} is not there; CUDA devices here: {count}")
-    return device
+        return usable_device(text)
+    except BackendError as error:
+        raise usage_error(str(error)) from None
 
 
 Device = Annotated[
@@ -80,16 +77,6 @@ Device = Annotated[
 
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random numbers.")]
 """The option of every command that draws some."""
-
-
-def device_or_default(device: torch.device | None) -> torch.device:
-    """What `--device` says; without it, CUDA where there is a device.
-
-    Example:
-        >>> device_or_default(torch.device("cpu"))
-        device(type='cpu')
-    """
-    return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def adapter_paths(texts: Sequence[str], *, taken: Collection[str] = ()) -> dict[str, Path]:

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lorafold.cli.options import Device, adapter_paths, device_or_default
+from lorafold.cli.options import Device, adapter_paths
 from lorafold.cli.output import notices, refusals, usage_error
 from lorafold.errors import BackendError
 from lorafold.peft import parse, ranks_of, targets_of
+from lorafold.verify.runner import usable_device
 
 __all__ = ["serve"]
 
@@ -94,7 +95,7 @@ def serve(  # noqa: PLR0913 (the flags of a command)
         engine = _start_engine(
             model,
             paths,
-            device=device_or_default(device),
+            device=usable_device(device),
             attaching={
                 "max_loras": max_loras,
                 "max_rank": max_rank,

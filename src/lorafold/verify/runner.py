@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from lorafold.verify.rehearsal import rehearsal
 from lorafold.verify.report import Failure, Line, Report, machine_of
 from lorafold.verify.tensor_cores import fitting_model
 
-__all__ = ["replay", "run"]
+__all__ = ["replay", "run", "usable_device"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (checks done, checks in all, the one that starts)."""
@@ -57,7 +57,7 @@ def run(
         >>> print(run(quick=True, device="cpu", only=["slots"]).elements)
         1338
     """
-    device = _usable(device)
+    device = usable_device(device)
     extent = Extent(device, quick=quick, seed=seed)
     work = [(check, n) for check in _chosen(only) for n in check.numerics]
     lines: list[Line] = []
@@ -111,7 +111,7 @@ def replay(path: str | Path, *, device: torch.device | str | None = None) -> Rep
         recorded = about.get("machine")
         device = str(recorded.get("device", "cpu")) if isinstance(recorded, dict) else "cpu"
         device = "cuda" if device.startswith("cuda") else device
-    device = _usable(device)
+    device = usable_device(device)
     started = time.monotonic()
     with _on(device):
         reason = _skip_reason(check, Extent(device), case.numerics)
@@ -126,19 +126,25 @@ def replay(path: str | Path, *, device: torch.device | str | None = None) -> Rep
     return Report(machine_of(device), (line,), seconds, failure)
 
 
-def _usable(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise BackendError(f"device must be one of torch's, such as `cuda:0`: {error}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BackendError(f"device must be the CPU or a CUDA device; given: {device}")
+def usable_device(device: torch.device | str | None) -> torch.device:
+    """The CPU or a CUDA device of this machine; None for CUDA where there is a device.
+
+    Raises:
+        BackendError: if it is neither, or not there.
+
+    Example:
+        >>> usable_device("cpu")
+        device(type='cpu')
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise BackendError(f"{device} is not there; CUDA devices here: {count}; hint: use cpu")
-    return device
+    if device is None:
+        return torch.device("cuda" if count else "cpu")
+    with suppress(RuntimeError):  # torch's, for what names no device
+        found = torch.device(device)
+        if found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < count):
+            return found
+    here = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    raise BackendError(f"device `{device}` is not there; devices here: {here}")
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
@@ -160,7 +166,7 @@ def _skip_reason(check: Check, extent: Extent, numerics: Numerics) -> str:
     """Why a check is not run, "" if it is."""
     device = extent.device
     if extent.quick and not check.in_quick:
-        return "left out by --quick"
+        return "left out of a quick run"
     if check.needs_cuda and device.type != "cuda":
         return "needs a CUDA device"
     if check.needs_model and numerics == "mma" and model_of(device) is None:
