@@ -33,6 +33,9 @@ from lorafold.ops.reference import mma_chain
 
 _state: dict[str, TensorCoreModel] = {}
 
+any_sum = False
+"""Whether `tl.sum` takes any number of fp32, for kernels whose bits nobody promises."""
+
 
 def install(model: TensorCoreModel = HOPPER) -> None:
     """Patch the interpreter, once; a further call only changes the tensor-core model of `tl.dot`.
@@ -203,7 +206,7 @@ def _refuse_bf16(original: Callable[..., Any], tl: Any) -> Callable[..., Any]:
 
 def _sum_of_two(original: Callable[..., Any], tl: Any) -> Callable[..., Any]:
     def total(self: Any, values: Any) -> Any:
-        if values.dtype.scalar != tl.float32:
+        if values.dtype.scalar != tl.float32 or any_sum:
             return original(self, values)
         if values.shape[self.axis] != 2 or self.keep_dims:
             raise NotImplementedError(f"interpreted sum of fp32 {values.shape} over {self.axis}")

@@ -22,6 +22,7 @@ from benchmarks.peers.agreement import worst_error
 from benchmarks.peers.fetch import FETCHED
 from benchmarks.peers.operands import stack
 
+from tests import interpreter
 from tests.benchmarks.small_loads import small_load
 
 DENSE = [
@@ -31,6 +32,12 @@ DENSE = [
     if contestant.column == "sglang_us" or n_outs == (48, 32, 32)
 ]
 """vLLM has one path for any slices; SGLang has up to three."""
+
+
+@pytest.fixture(autouse=True)
+def sums_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers use `tl.sum`, whose order ours must not depend on."""
+    monkeypatch.setattr(interpreter, "any_sum", True)
 
 
 @pytest.fixture(autouse=True)
