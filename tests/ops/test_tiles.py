@@ -12,7 +12,7 @@ from tests.ops.test_kernels import run
 
 SIZES = {
     "num_tiles": st.integers(1, 5000),
-    "tile_rows": st.sampled_from([8, 16, 32, 64]),
+    "tile_rows": st.sampled_from(tiles.HEIGHTS),
     "max_rank": st.integers(1, 512),
     "shared_memory": st.sampled_from([60, 95, 160, 220]).map(lambda kib: kib * 1024),
 }
@@ -128,6 +128,7 @@ def test_every_entry_of_the_table_gives_the_same_bits(device, tile):
 def test_tiles_suffice_for_any_batch(num_rows, num_keys, data):
     """max_tiles bounds what any split of rows over keys needs."""
     block_rows = tiles.plan_rows(num_rows, num_keys)
+    assert block_rows in tiles.HEIGHTS
     bound = tiles.max_tiles(num_rows, num_keys, block_rows)
     used = min(num_keys, num_rows, data.draw(st.integers(1, 50)))
     # The worst split: all but one key with one row more than a multiple of the block.

@@ -18,6 +18,7 @@ from lorafold.numerics import Numerics
 from lorafold.ops.scratch import num_segments, num_sums
 
 __all__ = [
+    "HEIGHTS",
     "SHARED_MEMORY",
     "AnyExpandTile",
     "AnyShrinkTile",
@@ -35,6 +36,9 @@ __all__ = [
     "plan_rows",
     "shrink_tile",
 ]
+
+HEIGHTS = (8, 16, 32, 64)
+"""Rows of a tile that a plan can have."""
 
 SHARED_MEMORY = 220 * 1024
 """Bytes that one program may take on the device of the table."""

@@ -82,7 +82,7 @@ def tile_launches(case: Case, device: torch.device) -> Calls:
 def _tilings(case: Case, device: torch.device, tables: ops.LoraRoute) -> list[Callable[[], Tensor]]:
     return [
         partial(_folded, case, device, tables, tile_rows, shrink, expand)
-        for tile_rows in (16, 32, 64)
+        for tile_rows in tiles.HEIGHTS
         for shrink, expand in _candidates(case.numerics, tile_rows, tables)
     ]
 
@@ -91,7 +91,7 @@ def _candidates(
     numerics: Numerics, tile_rows: int, tables: ops.LoraRoute
 ) -> Sequence[tuple[tiles.AnyShrinkTile | None, tiles.AnyExpandTile | None]]:
     """(shrink, expand) for tiles of a height; None is what the library chooses."""
-    if tile_rows == 32:
+    if tile_rows == 32 or (tile_rows == 8 and numerics == "gemv"):
         return [(None, None)]
     if numerics == "gemv":
         return [(None, None), *_gemv_candidates(tile_rows)]
@@ -118,17 +118,19 @@ def _mma_candidates(
 ) -> list[tuple[tiles.ShrinkTile, tiles.ExpandTile]]:
     """Several column blocks need a block of k that holds the rank.
 
-    The numbers are ranks, k, warps, stages; and columns, blocks, k, warps, stages.
+    The numbers are ranks, k, warps, stages, early; and columns, blocks, k, warps, stages, ahead.
     """
     whole = _power_of_2(tables.max_rank, 16, 1024)
     sizes = [
-        ((16, 32, 1, 1), (16, 1, whole, 1, 1)),
-        ((64, 64, 4, 3), (128, 1, whole, 8, 1)),
-        ((32, 128, 4, 4), (64, 1, 16, 4, 1)),
-        ((64, 16, 8, 2), (64, 4, whole, 4, 3)),
+        ((16, 32, 1, 1, True), (16, 1, whole, 1, 1, False)),
+        ((64, 64, 4, 3, False), (128, 1, whole, 8, 1, True)),
+        ((32, 128, 4, 4, False), (64, 1, 16, 4, 1, False)),
+        ((64, 16, 8, 2, False), (64, 4, whole, 4, 3, True)),
     ]
-    if tables.k_in >= SEGMENT and tile_rows == 16:
-        sizes.append(((16, SEGMENT, 2, 1), (32, 2, whole, 4, 2)))
+    if tile_rows == 8:
+        sizes = [((16, 64, 2, 3, False), (64, 4, whole, 4, 3, True))]
+    if tables.k_in >= SEGMENT and tile_rows <= 16:
+        sizes.append(((16, SEGMENT, 2, 1, tile_rows == 8), (32, 2, whole, 4, 2, tile_rows == 16)))
     return [
         (
             tiles.ShrinkTile(tile_rows, tile_rows, *shrink),

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from lorafold.errors import RouteError
 from lorafold.ops.plan import Plan, make_plan
-from lorafold.ops.tiles import max_tiles, plan_rows
+from lorafold.ops.tiles import HEIGHTS, max_tiles, plan_rows
 
 __all__ = ["StepRows", "tiles_for"]
-
-_TILE_ROWS = (16, 32, 64)
 
 
 class StepRows:
@@ -94,7 +92,7 @@ class StepRows:
 
     def _make_buffers(self) -> None:
         largest = plan_rows(self.max_rows, self.max_loras)
-        self._tile_sizes = [t for t in _TILE_ROWS if t <= largest]
+        self._tile_sizes = [t for t in HEIGHTS if t <= largest]
         device = self.slots.device
         size = 2 * self.max_loras + self.max_rows
         self._counters = torch.zeros(size, dtype=torch.int32, device=device)
@@ -132,6 +130,6 @@ def tiles_for(
     if not tiles:
         return None, None
     tile_rows = plan_rows(num_rows, max_loras)
-    first = 2 * _TILE_ROWS.index(tile_rows)
+    first = 2 * HEIGHTS.index(tile_rows)
     count = max_tiles(num_rows, max_loras, tile_rows)
     return tiles[first][:count], tiles[first + 1][: count * tile_rows]
