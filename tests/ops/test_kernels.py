@@ -183,9 +183,10 @@ def test_a_block_of_ranks_may_hold_several_slices(device, max_rank, block_ranks)
     ],
 )
 def test_gemv_in_vectors_lanes_and_tails(device, k_in, max_rank, x_pad):
-    for tile in (0, 2):
-        ranks = [max_rank, None, max_rank - 3, 1]
-        case = make_case(6, ranks, k_in, [24, 9], max_rank, device=device, x_pad=x_pad, out_pad=3)
+    is_large = max_rank > 500  # takes long in the interpreter
+    for tile in (2,) if is_large else (0, 2):
+        ranks, n_outs = [max_rank, None, max_rank - 3, 1], [9] if is_large else [24, 9]
+        case = make_case(6, ranks, k_in, n_outs, max_rank, device=device, x_pad=x_pad, out_pad=3)
         sizes = {"shrink": shrink_variants("gemv")[tile], "expand": expand_variants("gemv")[tile]}
         expected = case.truth("gemv", by_slot=True)
         run(case, "gemv", **sizes)
