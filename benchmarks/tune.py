@@ -3,9 +3,9 @@
     python -m benchmarks.tune [--out tune.json] [--sites o,down] [--ranks 16,64] [--loads 64x8]
     python -m benchmarks.tune --table tune.json ...
 
-Each candidate is timed alone, in a graph of launches on cold operands, then the fastest of both in
-pairs, as a call runs them. Their bits are compared with those of the other candidates on the same
-operands, the first of which the bit tests hold. The second form writes the best of such files to
+Shrinks and expands are timed in pairs, as a call runs them, in a graph on cold operands: shrinks
+with a usual expand, expands with the best of them, then the best of both. The bits of all pairs are
+compared on the same operands. The second form writes the best of such files to
 `src/lorafold/data/tiles.json`, where `lorafold.ops.tiles` looks sizes up; the bit tests run every
 entry.
 """
@@ -72,7 +72,7 @@ _SHRINKS = {
     ),
     True: (
         (16, 128, 2, 4), (16, 128, 4, 5), (16, 256, 2, 3), (64, 64, 4, 5), (64, 128, 4, 3),
-        (64, 128, 4, 5), (128, 64, 4, 5), (256, 64, 8, 4),
+        (64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 4, 5), (256, 64, 8, 4),
     ),
 }  # fmt: skip
 """Ranks, K, warps and stages, for low and for high tiles."""
@@ -84,7 +84,7 @@ _EXPANDS = {
     ),
     True: (
         (256, 1, 4, 1), (64, 4, 4, 3), (128, 4, 4, 3), (128, 8, 4, 3), (128, 4, 8, 3),
-        (128, 16, 8, 3),
+        (128, 8, 8, 4), (128, 16, 8, 3),
     ),
 }  # fmt: skip
 """Columns, blocks, warps and stages, likewise."""
@@ -179,6 +179,8 @@ def compile_share(work: tuple[str, int, int, int, int]) -> int:
     pairs = [(s, expands[0]) for s in shrinks]
     ends = {s.early: s for s in shrinks}
     pairs += [(s, e) for e in expands for s in ends.values()]
+    for pair in pairs[share::shares]:
+        run_pair(load, *pair)
     torch.cuda.synchronize()
     return len(pairs[share::shares])
 
