@@ -34,7 +34,7 @@ ORDER = [
     {"route"},
     {"expert_route"},
     {"ops"},
-    {"adapter", "device_memory", "picture"},
+    {"adapter", "device", "picture"},
     {"peft", "slot_layout"},
     {"transfer"},
     {"expert_pool"},

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lorafold.adapter import Adapter, ExpertLora, ExpertShape, ExpertWeights, Kind
-from lorafold.device_memory import free_bytes
+from lorafold.device import free_bytes
 from lorafold.errors import BackendError, RouteError
 from lorafold.expert_route import MoeExpertRoute
 from lorafold.refusal import Refusal, listed, refuse

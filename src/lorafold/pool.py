@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lorafold.adapter import Adapter, ExpertShape, TargetShape
-from lorafold.device_memory import free_bytes
+from lorafold.device import free_bytes
 from lorafold.errors import BackendError, RouteError
 from lorafold.expert_pool import ExpertPool
 from lorafold.refusal import Refusal, listed, refuse

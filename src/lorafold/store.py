@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lorafold.adapter import Adapter
-from lorafold.device_memory import free_bytes
+from lorafold.device import free_bytes
 from lorafold.errors import AdapterNotFoundError, BackendError, RouteError
 from lorafold.peft import AdapterSpec, load_adapter
 from lorafold.pool import Pool

@@ -16,10 +16,10 @@ from lorafold.cli.options import Device
 from lorafold.cli.output import Json, console, number, print_json, refusals, table
 from lorafold.cli.progress import progress_bar
 from lorafold.cli.shapes import read_shapes
+from lorafold.device import usable_device
 from lorafold.errors import BackendError
 from lorafold.numerics import Numerics, resolve
 from lorafold.verify.report import machine_of
-from lorafold.verify.runner import usable_device
 
 __all__ = ["bench"]
 

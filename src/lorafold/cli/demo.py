@@ -23,7 +23,7 @@ from lorafold.cli.output import (
 from lorafold.cli.progress import progress_bar
 from lorafold.demo.peft import PeftCheck
 from lorafold.demo.run import PROMPTS, DemoReport, run_demo
-from lorafold.verify.runner import usable_device
+from lorafold.device import usable_device
 
 __all__ = ["demo"]
 

@@ -11,9 +11,9 @@ import typer
 
 from lorafold.cli.options import BASE, Device, Seed, adapter_paths
 from lorafold.cli.output import Json, console, print_json, refusals, usage_error
+from lorafold.device import usable_device
 from lorafold.errors import BackendError, LoraError
 from lorafold.peft import parse, ranks_of, targets_of
-from lorafold.verify.runner import usable_device
 
 __all__ = ["generate"]
 

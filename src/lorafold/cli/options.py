@@ -10,9 +10,9 @@ import torch
 import typer
 
 from lorafold.cli.output import usage_error
+from lorafold.device import usable_device
 from lorafold.errors import BackendError
 from lorafold.peft.layouts import ExpertLayout
-from lorafold.verify.runner import usable_device
 
 __all__ = [
     "BASE",

@@ -12,7 +12,7 @@ from lorafold.adapter import ExpertShape, TargetShape
 from lorafold.cli.options import parse_device
 from lorafold.cli.output import Json, console, print_json, refusals, size_text, table
 from lorafold.cli.shapes import read_shapes
-from lorafold.device_memory import free_bytes
+from lorafold.device import free_bytes
 from lorafold.errors import ModelError
 from lorafold.expert_pool import expert_pool_bytes
 from lorafold.pool import pool_bytes

@@ -12,9 +12,9 @@ import typer
 
 from lorafold.cli.options import Device, adapter_paths
 from lorafold.cli.output import notices, refusals, usage_error
+from lorafold.device import usable_device
 from lorafold.errors import BackendError
 from lorafold.peft import parse, ranks_of, targets_of
-from lorafold.verify.runner import usable_device
 
 __all__ = ["serve"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lorafold.demo.rows import Generated, Progress
-from lorafold.device_memory import free_bytes
+from lorafold.device import free_bytes
 from lorafold.errors import LoraError
 
 __all__ = ["PeftCheck", "compare_with_peft"]

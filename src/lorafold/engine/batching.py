@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-from lorafold.device_memory import free_bytes
+from lorafold.device import free_bytes
 from lorafold.engine.answering import Answering
 from lorafold.engine.packed import PackedBatches, most_step_tokens, why_not_packed
 from lorafold.engine.static import StaticBatches

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
+from lorafold.device import usable_device
 from lorafold.errors import BackendError, LoraError
 from lorafold.numerics import Numerics
 from lorafold.verify.apply import model_of
@@ -19,7 +20,7 @@ from lorafold.verify.rehearsal import rehearsal
 from lorafold.verify.report import Failure, Line, Report, machine_of
 from lorafold.verify.tensor_cores import fitting_model
 
-__all__ = ["replay", "run", "usable_device"]
+__all__ = ["replay", "run"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (checks done, checks in all, the one that starts)."""
@@ -124,27 +125,6 @@ def replay(path: str | Path, *, device: torch.device | str | None = None) -> Rep
     if line.status != "same":
         failure = Failure(check.name, case, outcome.first, outcome.differences, note)
     return Report(machine_of(device), (line,), seconds, failure)
-
-
-def usable_device(device: torch.device | str | None) -> torch.device:
-    """The CPU or a CUDA device of this machine; None for CUDA where there is a device.
-
-    Raises:
-        BackendError: if it is neither, or not there.
-
-    Example:
-        >>> usable_device("cpu")
-        device(type='cpu')
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None:
-        return torch.device("cuda" if count else "cpu")
-    with suppress(RuntimeError):  # torch's, for what names no device
-        found = torch.device(device)
-        if found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < count):
-            return found
-    here = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
-    raise BackendError(f"device `{device}` is not there; devices here: {here}")
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
