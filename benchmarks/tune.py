@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import lorafold
 from benchmarks.record import describe
@@ -134,17 +133,7 @@ def loads_of(site: str) -> tuple[tuple[int, int], ...]:
 
 def set_height(load: Workload, tile_rows: int) -> None:
     """Give a load a plan with tiles of this height."""
-    num_tiles = tiles.max_tiles(load.num_rows, load.num_adapters, tile_rows)
-
-    def unused(size: int) -> Tensor:
-        return torch.full((size,), -1, dtype=torch.int32, device="cuda")
-
-    empty = dataclasses.replace(
-        Plan.empty(load.num_rows, load.num_adapters, "cuda"),
-        block_rows=tile_rows,
-        tile_key=unused(num_tiles),
-        tile_rows=unused(num_tiles * tile_rows),
-    )
+    empty = Plan.empty(load.num_rows, load.num_adapters, "cuda", block_rows=tile_rows)
     load.plan = make_plan(load.slots, load.num_adapters, plan=empty)
 
 

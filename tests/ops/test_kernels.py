@@ -25,15 +25,7 @@ NUMERICS = ("gemv", "mma")
 def plan_of_height(case: Case, tile_rows: int | None) -> Plan:
     """A plan of the case's rows in tiles of that height, or of what its size gives."""
     num_rows, num_keys = case.x.shape[0], case.routes[0].max_loras
-    plan = Plan.empty(num_rows, num_keys, case.x.device)
-    if tile_rows is not None:
-        num_tiles = tiles.max_tiles(num_rows, num_keys, tile_rows)
-        plan = dataclasses.replace(
-            plan,
-            block_rows=tile_rows,
-            tile_key=plan.tile_key.new_full((num_tiles,), -1),
-            tile_rows=plan.tile_rows.new_full((num_tiles * tile_rows,), -1),
-        )
+    plan = Plan.empty(num_rows, num_keys, case.x.device, block_rows=tile_rows)
     group_triton(case.slots, plan)
     return plan
 

@@ -47,8 +47,21 @@ class Plan:
     ready: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def empty(cls, num_rows: int, num_keys: int, device: torch.device | str) -> Plan:
+    def empty(
+        cls,
+        num_rows: int,
+        num_keys: int,
+        device: torch.device | str,
+        *,
+        block_rows: int | None = None,
+    ) -> Plan:
         """Buffers for a plan; they keep their addresses while `make_plan(..., plan=)` refills them.
+
+        Args:
+            num_rows: rows that the plan covers.
+            num_keys: keys 0 .. num_keys-1 exist.
+            device: where the rows are.
+            block_rows: rows of a tile, one of `tiles.HEIGHTS`; what suits the sizes unless given.
 
         Raises:
             RouteError: if num_rows is negative or num_keys is not positive.
@@ -62,7 +75,8 @@ class Plan:
             raise RouteError(
                 f"a plan needs num_rows >= 0 and num_keys >= 1; given: {num_rows}, {num_keys}"
             )
-        block_rows = tiles.plan_rows(num_rows, num_keys)
+        if block_rows is None:
+            block_rows = tiles.plan_rows(num_rows, num_keys)
         num_tiles = tiles.max_tiles(num_rows, num_keys, block_rows)
 
         def buffer(size: int, value: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -153,7 +152,7 @@ def _folded(
     from lorafold.ops.launch import routed_triton
 
     x, out = device_tensor(case["x"], device), device_tensor(case["out"], device)
-    plan = _plan(x.shape[0], tables.max_loras, tile_rows, device)
+    plan = ops.Plan.empty(x.shape[0], tables.max_loras, device, block_rows=tile_rows)
     size = ops.scratch_bytes(x.shape[0], 1, tables.k_in, tables.max_rank)
     scratch = poisoned(size // 2, device=device).view(torch.uint8)
     group_triton(device_tensor(case["slots"], device), plan)
@@ -172,18 +171,3 @@ def _folded(
         expand=expand,
     )
     return out.cpu()
-
-
-def _plan(num_rows: int, num_keys: int, tile_rows: int, device: torch.device) -> ops.Plan:
-    """An empty plan whose tiles have the given height."""
-    num_tiles = tiles.max_tiles(num_rows, num_keys, tile_rows)
-
-    def unused(size: int) -> Tensor:
-        return torch.full((size,), -1, dtype=torch.int32, device=device)
-
-    return replace(
-        ops.Plan.empty(num_rows, num_keys, device),
-        block_rows=tile_rows,
-        tile_key=unused(num_tiles),
-        tile_rows=unused(num_tiles * tile_rows),
-    )
