@@ -30,14 +30,13 @@ from benchmarks.record import describe
 from lorafold.bench import SITES, Site, Workload, graph_us
 from lorafold.numerics import SEGMENT
 from lorafold.ops import Plan, make_plan, tiles
-from lorafold.ops.launch import Call, prepare
+from lorafold.ops.launch import routed_triton
 from lorafold.ops.scratch import num_segments
 from lorafold.ops.tiles import ExpandTile, ShrinkTile
 from lorafold.route import tables_of
 
 __all__ = ["expand_candidates", "main", "shrink_candidates"]
 
-SHARED_MEMORY = 220 * 1024
 Pair = tuple[ShrinkTile, ExpandTile]
 
 LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8), (2048, 8), (8192, 1))
@@ -94,12 +93,11 @@ def shrink_candidates(tile_rows: int, rank: int, num_slices: int) -> list[Shrink
     widest, is_high = max(16, tiles.next_power_of_2(rank * num_slices)), tile_rows > 16
     found = []
     for ranks, block_k, warps, stages in _SHRINKS[is_high]:
-        size, outputs = (ranks + tile_rows) * block_k * 2 * stages, ranks * tile_rows
-        if ranks <= widest and size <= SHARED_MEMORY and outputs <= 4096 * warps:
-            sizes = tile_rows, tile_rows, ranks, block_k, warps, stages
-            found += [
-                ShrinkTile(*sizes, early) for early in (True, False) if block_k > 128 or not early
-            ]
+        tile = ShrinkTile(tile_rows, tile_rows, ranks, block_k, warps, stages, early=True)
+        fits = tile.num_bytes <= tiles.SHARED_MEMORY and ranks * tile_rows <= 4096 * warps
+        if ranks <= widest and fits:
+            found += [tile] if block_k > 128 else []
+            found.append(dataclasses.replace(tile, early=False))
     return found
 
 
@@ -108,7 +106,7 @@ def expand_candidates(tile_rows: int, rank: int) -> list[ExpandTile]:
     found, block_k = [], max(16, rank)
     for cols, blocks, warps, stages in _EXPANDS[tile_rows > 16]:
         size = stages * cols * 2 * (block_k + tile_rows)
-        if size < SHARED_MEMORY and cols * max(tile_rows, block_k // 2) <= 4096 * warps:
+        if size < tiles.SHARED_MEMORY and cols * max(tile_rows, block_k // 2) <= 4096 * warps:
             sizes = tile_rows, tile_rows, cols, blocks, block_k, warps, stages
             found += [
                 ExpandTile(*sizes, ahead)
@@ -137,25 +135,13 @@ def set_height(load: Workload, tile_rows: int) -> None:
     load.plan = make_plan(load.slots, load.num_adapters, plan=empty)
 
 
-def prepared(
-    load: Workload, shrink: ShrinkTile | None = None, expand: ExpandTile | None = None
-) -> Call:
-    call = load.calls[0]
-    n_outs = tuple(out.shape[1] for out in call.outs)
-    height = load.plan.block_rows, load.plan.tile_key.shape[0]
-    return prepare(
-        load.num_rows, load.site.k_in, n_outs, call.x.stride(0), n_outs, True,
-        (True,) * len(n_outs), load.rank, "mma", 1, False, height[::-1], True, call.x.device,
-        shrink, expand,
-    )  # fmt: skip
-
-
 def run_pair(load: Workload, shrink: ShrinkTile, expand: ExpandTile, index: int = 0) -> None:
     call, plan = load.calls[index], load.plan
-    a_tables, b_tables, scale_tables, rank_tables = zip(*map(tables_of, call.routes), strict=True)
-    launches, rows = prepared(load, shrink, expand), (plan.tile_key, plan.tile_rows)
-    launches.shrink(call.x, load.scratch, a_tables, rank_tables, *rows, None)
-    launches.expand(load.scratch, call.outs, b_tables, scale_tables, rank_tables, *rows)
+    tables = tuple(zip(*map(tables_of, call.routes), strict=True))
+    routed_triton(
+        call.x, call.outs, tables, load.rank, "mma", None, 1, plan.tile_key, plan.tile_rows,
+        load.scratch, shrink, expand,
+    )  # fmt: skip
 
 
 def compile_share(work: tuple[str, int, int, int, int]) -> int:
@@ -217,8 +203,8 @@ def search(load: Workload) -> dict[Pair, list[float]]:
     last = sorted(found, key=lambda pair: found[pair][0])[:4]
     for _ in range(2):
         time_pairs(load, found, last)
-    times = {pair: max(us) if len(us) > 1 else us[0] + 1000 for pair, us in found.items()}
-    return {pair: found[pair] for pair in sorted(found, key=times.__getitem__)}
+    ranking = sorted(found, key=lambda pair: (len(found[pair]) == 1, max(found[pair])))
+    return {pair: found[pair] for pair in ranking}
 
 
 def measure(site: str, rank: int, rows: int, adapters: int) -> list[dict[str, Any]]:

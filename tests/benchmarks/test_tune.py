@@ -21,7 +21,7 @@ def test_candidates_fit_and_pair(tile_rows: int, rank: int, num_slices: int) -> 
     expands = tune.expand_candidates(tile_rows, rank)
     for found in (shrinks, expands):
         assert len(set(found)) == len(found) > 3
-        assert all(tile.num_bytes <= tune.SHARED_MEMORY for tile in found)
+        assert all(tile.num_bytes <= tiles.SHARED_MEMORY for tile in found)
         assert all(tile.tile_rows == tile.block_rows == tile_rows for tile in found)
     assert all(SEGMENT % tile.block_k == 0 for tile in shrinks)
     assert all(any(tune.may_pair(s, e) for e in expands) for s in shrinks)
