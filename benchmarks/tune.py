@@ -93,7 +93,7 @@ def shrink_candidates(tile_rows: int, rank: int, num_slices: int) -> list[Shrink
     widest, is_high = max(16, tiles.next_power_of_2(rank * num_slices)), tile_rows > 16
     found = []
     for ranks, block_k, warps, stages in _SHRINKS[is_high]:
-        tile = ShrinkTile(tile_rows, tile_rows, ranks, block_k, warps, stages, early=True)
+        tile = ShrinkTile(tile_rows, ranks, block_k, warps, stages, early=True)
         fits = tile.num_bytes <= tiles.SHARED_MEMORY and ranks * tile_rows <= 4096 * warps
         if ranks <= widest and fits:
             found += [tile] if block_k > 128 else []
@@ -107,7 +107,7 @@ def expand_candidates(tile_rows: int, rank: int) -> list[ExpandTile]:
     for cols, blocks, warps, stages in _EXPANDS[tile_rows > 16]:
         size = stages * cols * 2 * (block_k + tile_rows)
         if size < tiles.SHARED_MEMORY and cols * max(tile_rows, block_k // 2) <= 4096 * warps:
-            sizes = tile_rows, tile_rows, cols, blocks, block_k, warps, stages
+            sizes = tile_rows, cols, blocks, block_k, warps, stages
             found += [
                 ExpandTile(*sizes, ahead)
                 for ahead in (True, False)
@@ -235,9 +235,9 @@ def write_table(records: list[dict[str, Any]]) -> None:
         height, num_tiles, ranks = row["tile_rows"], row["num_tiles"], row["rank"] * row["slices"]
         segments = num_segments(row["k_in"])
         _, shrink, expand = row["pair"][0]
-        table["shrink"].append([[height, num_tiles, ranks, row["slices"], segments], shrink[2:]])
+        table["shrink"].append([[height, num_tiles, ranks, row["slices"], segments], shrink[1:]])
         shape = [height, num_tiles, row["rank"], row["columns"], segments]
-        table["expand"].append([shape, [*expand[2:4], *expand[5:]]])
+        table["expand"].append([shape, [*expand[1:3], *expand[4:]]])
     lines = json.dumps(table).replace("[[[", "[\n[[").replace("]], [[", "]],\n[[")
     TABLE.write_text(lines + "\n")
 
@@ -277,7 +277,7 @@ def main() -> None:
             us, shrink, expand = row["pair"][0]
             print(
                 f"{site} R{rank} {load[0]} rows {load[1]} adapters, tiles of {row['tile_rows']}: "
-                f"floor {row['floor_us']}, {us} {shrink[2:]} {expand[2:]}, "
+                f"floor {row['floor_us']}, {us} {shrink[1:]} {expand[1:]}, "
                 f"after {time.monotonic() - started:.0f} s",
                 flush=True,
             )

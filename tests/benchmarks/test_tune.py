@@ -22,7 +22,7 @@ def test_candidates_fit_and_pair(tile_rows: int, rank: int, num_slices: int) -> 
     for found in (shrinks, expands):
         assert len(set(found)) == len(found) > 3
         assert all(tile.num_bytes <= tiles.SHARED_MEMORY for tile in found)
-        assert all(tile.tile_rows == tile.block_rows == tile_rows for tile in found)
+        assert all(tile.tile_rows == tile_rows for tile in found)
     assert all(SEGMENT % tile.block_k == 0 for tile in shrinks)
     assert all(any(tune.may_pair(s, e) for e in expands) for s in shrinks)
     assert all(any(tune.may_pair(s, e) for s in shrinks) for e in expands)
@@ -38,8 +38,8 @@ def test_the_fastest_pair_is_what_the_table_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best = (
-        tiles.ShrinkTile(8, 8, 64, 128, 4, 5, True),
-        tiles.ExpandTile(8, 8, 64, 4, 64, 4, 3, True),
+        tiles.ShrinkTile(8, 64, 128, 4, 5, True),
+        tiles.ExpandTile(8, 64, 4, 64, 4, 3, True),
     )
     other = (
         dataclasses.replace(best[0], block_ranks=16),

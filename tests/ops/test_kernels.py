@@ -127,7 +127,7 @@ def shrink_variants(numerics: str) -> Sequence[tiles.AnyShrinkTile]:
         return [tiles.GemvShrinkTile(16, *each) for each in sizes]
     sizes = [(16, 16, 4, 3, False), (32, 64, 4, 3, True), (16, 1024, 4, 1, True)]
     sizes.append((16, 1024, 4, 1, False))
-    return [tiles.ShrinkTile(height, height, *each) for height in (8, 16) for each in sizes]
+    return [tiles.ShrinkTile(height, *each) for height in (8, 16) for each in sizes]
 
 
 def expand_variants(numerics: str) -> Sequence[tiles.AnyExpandTile]:
@@ -136,9 +136,7 @@ def expand_variants(numerics: str) -> Sequence[tiles.AnyExpandTile]:
         return [tiles.GemvExpandTile(16, *each) for each in sizes]
     sizes = [(16, 1, 16, True), (64, 1, 32, False), (16, 2, 32, True), (32, 4, 32, False)]
     return [
-        tiles.ExpandTile(height, height, *each[:3], 4, 3, each[3])
-        for height in (8, 16)
-        for each in sizes
+        tiles.ExpandTile(height, *each[:3], 4, 3, each[3]) for height in (8, 16) for each in sizes
     ]
 
 
@@ -158,7 +156,7 @@ def test_a_block_of_ranks_may_hold_several_slices(device, max_rank, block_ranks)
     shape = (7, [max_rank, None, 3], 1040, [16, 8, 24], max_rank)
     expected = make_case(*shape, device=device).truth("mma")
     case = make_case(*shape, device=device)
-    run(case, "mma", shrink=tiles.ShrinkTile(16, 16, block_ranks, 64, 4, 2))
+    run(case, "mma", shrink=tiles.ShrinkTile(16, block_ranks, 64, 4, 2))
     for buffer, truth in zip(case.out_buffers, expected, strict=True):
         assert_same_bits(buffer, truth, "mma")
 

@@ -44,7 +44,7 @@ def _wanted(has_row, ks, rank, max_rank):
 
 @triton.jit
 def _load_xa(ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS: tl.constexpr):
-    """xa [BLOCK_ROWS, BLOCK_K] in bf16, +0 from the true rank on: as stored, or the ascending sum
+    """xa [TILE_ROWS, BLOCK_K] in bf16, +0 from the true rank on: as stored, or the ascending sum
     of its fp32 segments.
     """
     xa_ptrs = ptrs[:, None] + ks[None, :]
@@ -143,7 +143,7 @@ def _run_of_blocks(
     max_rank,
     plane_stride,
     scale,
-    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -163,7 +163,7 @@ def _run_of_blocks(
         let_next_start(PDL)
         xa = _load_xa(xa_ptrs, has_row, ks, rank, max_rank, plane_stride, SEGMENTS)
     else:
-        xa = tl.zeros([BLOCK_ROWS, BLOCK_K], dtype=tl.bfloat16)
+        xa = tl.zeros([TILE_ROWS, BLOCK_K], dtype=tl.bfloat16)
     for start in tl.range(begin, end, BLOCK_COLS, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_COLS)
         out_ptrs, mask = out_row_ptrs + cols[None, :], has_row[:, None] & (cols < n_out)[None, :]
@@ -201,7 +201,6 @@ def expand_kernel(
     out_strides,
     blocks,
     TILE_ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -216,7 +215,7 @@ def expand_kernel(
     """out[row, n] += scale * bf16(dot(xa[row], B[n])) for one tile and a run of columns."""
     if not LOOP:
         let_next_start(PDL)
-    key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS, BLOCK_ROWS)
+    key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS)
     if key < 0:
         wait_for_predecessor(PDL)
         return
@@ -231,12 +230,12 @@ def expand_kernel(
     has_row = rows >= 0
     b_ptr = tl.multiple_of(b_address.to(tl.pointer_type(tl.bfloat16)), 16)
     out_rows = rows.to(tl.int64) * select(out_strides, slice_id)
-    out_row_ptrs = select(out_ptrs, slice_id) + out_rows[:, None]  # [BLOCK_ROWS, 1]
+    out_row_ptrs = select(out_ptrs, slice_id) + out_rows[:, None]  # [TILE_ROWS, 1]
     plane_stride = num_rows.to(tl.int64) * max_rank
     planes = SEGMENTS if SEGMENTS > 0 else 1
     xa_type: tl.constexpr = tl.float32 if SEGMENTS > 0 else tl.bfloat16
     xa_ptr = xa_ptr.to(tl.pointer_type(xa_type)) + slice_id * planes * plane_stride
-    xa_ptrs = xa_ptr + rows.to(tl.int64) * max_rank  # [BLOCK_ROWS]
+    xa_ptrs = xa_ptr + rows.to(tl.int64) * max_rank  # [TILE_ROWS]
     begin = (tl.program_id(1) - first) * blocks * BLOCK_COLS
     if not LOOP:
         _one_block(
@@ -247,14 +246,14 @@ def expand_kernel(
         end = min(begin + blocks * BLOCK_COLS, n_out)
         _run_of_blocks(
             xa_ptrs, b_ptr, out_row_ptrs, has_row, begin, end, n_out, rank, max_rank, plane_stride,
-            scale, BLOCK_ROWS, BLOCK_COLS, BLOCK_K, SEGMENTS, STAGES, AHEAD, SWAP, FOLD, PDL,
+            scale, TILE_ROWS, BLOCK_COLS, BLOCK_K, SEGMENTS, STAGES, AHEAD, SWAP, FOLD, PDL,
         )  # fmt: skip
 
 
 @functools.lru_cache(4096)
 def expand_launch(
     num_rows: int,
-    row_programs: int,
+    num_tiles: int,
     max_rank: int,
     segments: int,
     n_outs: tuple[int, ...],
@@ -277,16 +276,15 @@ def expand_launch(
     # something older could be.
     is_wide = all(are_aligned) and all(n % 16 == 0 for n in (*n_outs, *out_strides))
     ahead = tile.ahead and (is_wide or not folds)
-    parts = min(tile.block_cols // 8, tile.num_warps * 32 // tile.block_rows)
+    parts = min(tile.block_cols // 8, tile.num_warps * 32 // tile.tile_rows)
     column_programs = sum(tiles.cdiv(n, tile.block_cols * tile.blocks) for n in n_outs)
     return Launch(
         expand_kernel,
         (max_rank, n_outs, out_strides, has_plan, are_aligned),
-        (row_programs, column_programs, 1),
+        (num_tiles, column_programs, 1),
         (num_rows, max_rank, n_outs, out_strides, tile.blocks),
         (
             tile.tile_rows,
-            tile.block_rows,
             tile.block_cols,
             tile.block_k,
             segments,
@@ -295,7 +293,7 @@ def expand_launch(
             folds,
             ahead and has_late_shrink,
             parts if ahead and folds else 0,
-            tile.block_rows < 16,
+            tile.tile_rows < 16,
             pdl,
         ),
         num_warps=tile.num_warps,

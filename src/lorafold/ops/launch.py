@@ -90,19 +90,14 @@ def prepare(
     # A shrink that starts the expand after its own wait starts it when outs are complete.
     has_late_shrink = not (has_plan and shrink.early)
 
-    def row_programs(tile: tiles.ShrinkTile | tiles.ExpandTile) -> int:
-        if plan_tiles is None:
-            return tiles.cdiv(num_rows, tile.block_rows)
-        return num_tiles * (tile.tile_rows // tile.block_rows)
-
     return Call(
         xa_bytes=slices * num_rows * max_rank * (4 * segments if segments else 2),
         shrink=shrink_launch(
-            num_rows, row_programs(shrink), slices, top_k, k_in, max_rank, x_stride,
+            num_rows, num_tiles, slices, top_k, k_in, max_rank, x_stride,
             is_x_aligned, has_plan, has_source, shrink, pdl,
         ),
         expand=expand_launch(
-            num_rows, row_programs(expand), max_rank, segments, n_outs, out_strides,
+            num_rows, num_tiles, max_rank, segments, n_outs, out_strides,
             are_outs_aligned, has_plan, expand, folds, has_late_shrink, pdl,
         ),
     )  # fmt: skip

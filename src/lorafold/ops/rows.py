@@ -15,23 +15,18 @@ __all__ = [
 
 
 @triton.jit
-def program_rows(
-    tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
+def program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS: tl.constexpr):
     """The key (-1: nothing to do) and rows (-1: none) of program_id(0): from the plan, or, without
     one (tile_key_ptr None), all rows in order under key 0.
     """
-    part = tl.program_id(0)
+    tile = tl.program_id(0)
     if tile_key_ptr is None:
-        key = part * 0
-        rows = part * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        key = tile * 0
+        rows = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         rows = tl.where(rows < num_rows, rows, -1)
     else:
-        key = tl.load(tile_key_ptr + part // (TILE_ROWS // BLOCK_ROWS))
-        rows = tl.load(tile_rows_ptr + part * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
-        if TILE_ROWS > BLOCK_ROWS:
-            # Rows stand at the front of their tile, so later parts may have none.
-            key = tl.where(tl.max(rows, axis=0) < 0, -1, key)
+        key = tl.load(tile_key_ptr + tile)
+        rows = tl.load(tile_rows_ptr + tile * TILE_ROWS + tl.arange(0, TILE_ROWS))
     return key, rows
 
 

@@ -42,7 +42,7 @@ def _value(tables, slices, key, ONE_SLICE: tl.constexpr):
 
 
 @triton.jit
-def rows_of_a(
+def _rows_of_a(
     a_tables,
     rank_tables,
     key,
@@ -95,7 +95,6 @@ def shrink_kernel(
     max_rank,
     x_stride,
     TILE_ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ONE_SLICE: tl.constexpr,
@@ -114,12 +113,12 @@ def shrink_kernel(
     elif not AHEAD:
         wait_for_predecessor(PDL)
         let_next_start(PDL)
-    key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS, BLOCK_ROWS)
+    key, rows = program_rows(tile_key_ptr, tile_rows_ptr, num_rows, TILE_ROWS)
     if key < 0:
         if AHEAD:
             wait_for_predecessor(PDL)
         return
-    slices, ranks, a_ptrs, has_rank, is_idle = rows_of_a(
+    slices, ranks, a_ptrs, has_rank, is_idle = _rows_of_a(
         a_tables, rank_tables, key, tl.program_id(1), max_rank, k_in, BLOCK_RANKS, ONE_SLICE
     )
     has_row = rows >= 0
@@ -145,12 +144,12 @@ def shrink_kernel(
         sources = rows // top_k
     else:
         sources = tl.load(source_ptr + rows, mask=has_row, other=0)
-    x_ptrs = x_ptr + sources.to(tl.int64) * x_stride  # [BLOCK_ROWS]
+    x_ptrs = x_ptr + sources.to(tl.int64) * x_stride  # [TILE_ROWS]
     if WHOLE:
         x = load_block(x_ptrs, has_row, ks, end, EVEN_K)
         xa = tl.trans(tl.dot(a, tl.trans(x)))
     else:
-        zero = tl.zeros([BLOCK_RANKS, BLOCK_ROWS], dtype=tl.float32)
+        zero = tl.zeros([BLOCK_RANKS, TILE_ROWS], dtype=tl.float32)
         chain = mma_chain(x_ptrs, has_row, a_ptrs, has_rank, begin, end, zero, BLOCK_K, EVEN_K)
         xa = tl.trans(chain)
     planes = (slices * tl.num_programs(2) + segment).to(tl.int64) * num_rows
@@ -165,7 +164,7 @@ def shrink_kernel(
 @functools.lru_cache(4096)
 def shrink_launch(
     num_rows: int,
-    row_programs: int,
+    num_tiles: int,
     num_slices: int,
     top_k: int,
     k_in: int,
@@ -184,18 +183,17 @@ def shrink_launch(
     written.
     """
     can_prefetch = is_aligned and x_stride % 8 == 0 and not has_source
-    parts = tile.num_warps * 32 // tile.block_rows if can_prefetch else 0
+    parts = tile.num_warps * 32 // tile.tile_rows if can_prefetch else 0
     one_slice = num_slices == 1 or max_rank % tile.block_ranks == 0
     segments = num_segments(k_in)
     rank_programs = tiles.cdiv(num_slices * max_rank, tile.block_ranks)
     return Launch(
         shrink_kernel,
         (num_slices, k_in, max_rank, x_stride, top_k, has_source, is_aligned),
-        (row_programs, rank_programs, segments),
+        (num_tiles, rank_programs, segments),
         (num_rows, top_k, k_in, max_rank, x_stride),
         (
             tile.tile_rows,
-            tile.block_rows,
             tile.block_ranks,
             tile.block_k,
             one_slice,

@@ -84,7 +84,6 @@ class ShrinkTile:
     """
 
     tile_rows: int
-    block_rows: int
     block_ranks: int
     block_k: int
     num_warps: int
@@ -94,7 +93,7 @@ class ShrinkTile:
     @property
     def num_bytes(self) -> int:
         """Shared memory of a program."""
-        return self.num_stages * (self.block_ranks + self.block_rows) * self.block_k * 2
+        return self.num_stages * (self.block_ranks + self.tile_rows) * self.block_k * 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,6 @@ class ExpandTile:
     """
 
     tile_rows: int
-    block_rows: int
     block_cols: int
     blocks: int
     block_k: int
@@ -116,7 +114,7 @@ class ExpandTile:
     @property
     def num_bytes(self) -> int:
         """Shared memory of a program."""
-        return self.num_stages * (self.block_cols + self.block_rows) * self.block_k * 2
+        return self.num_stages * (self.block_cols + self.tile_rows) * self.block_k * 2
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,6 @@ def shrink_tile(
     block_ranks, block_k, warps, stages, early = _nearest("shrink", shape)
     tile = ShrinkTile(
         tile_rows,
-        tile_rows,
         min(block_ranks, max(16, next_power_of_2(ranks))),
         min(block_k, max(16, next_power_of_2(k_in))),
         warps,
@@ -191,7 +188,7 @@ def expand_tile(
     block_k = max(16, min(256, next_power_of_2(max_rank)))
     if max_rank > block_k:
         block_cols, blocks, stages = min(block_cols, 128), 1, 1  # a run must hold all ranks at once
-    tile = ExpandTile(tile_rows, tile_rows, block_cols, blocks, block_k, warps, stages, bool(ahead))
+    tile = ExpandTile(tile_rows, block_cols, blocks, block_k, warps, stages, bool(ahead))
     return _fitting(tile, shared_memory)
 
 

@@ -132,8 +132,8 @@ def _mma_candidates(
         sizes.append(((16, SEGMENT, 2, 1, tile_rows == 8), (32, 2, whole, 4, 2, tile_rows == 16)))
     return [
         (
-            tiles.ShrinkTile(tile_rows, tile_rows, *shrink),
-            tiles.ExpandTile(tile_rows, tile_rows, *expand),
+            tiles.ShrinkTile(tile_rows, *shrink),
+            tiles.ExpandTile(tile_rows, *expand),
         )
         for shrink, expand in sizes
     ]
