@@ -29,9 +29,6 @@ from lorafold.ops.rows import fold, let_next_start, select, slice_of, wait_for_p
 
 __all__ = ["gemv_expand_kernel", "gemv_expand_launch"]
 
-_EARLY_PROGRAMS = 1024
-"""Up to this many programs let the next kernel start at once; more of them fill the device."""
-
 
 @triton.jit
 def _vectors(
@@ -232,7 +229,7 @@ def gemv_expand_launch(
             tile.parts,
             tile.block_cols,
             folds,
-            row_programs * column_programs <= _EARLY_PROGRAMS,
+            row_programs * column_programs <= tiles.EARLY_PROGRAMS,
             pdl,
         ),
         num_warps=tile.num_warps,

@@ -30,9 +30,6 @@ from lorafold.ops.rows import let_next_start, select, wait_for_predecessor
 
 __all__ = ["gemv_shrink_kernel", "gemv_shrink_launch"]
 
-_EARLY_PROGRAMS = 1024
-"""Up to this many programs let the next kernel start at once; more of them fill the device."""
-
 
 @triton.jit
 def _dots(
@@ -201,7 +198,7 @@ def gemv_shrink_launch(
             tile.vectors,
             is_aligned and x_stride % 8 == 0 and k_in % 8 == 0,
             has_plan,
-            row_programs * rank_programs <= _EARLY_PROGRAMS,
+            row_programs * rank_programs <= tiles.EARLY_PROGRAMS,
             pdl,
         ),
         num_warps=2,

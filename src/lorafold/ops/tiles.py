@@ -18,6 +18,7 @@ from lorafold.numerics import Numerics
 from lorafold.ops.scratch import num_segments, num_sums
 
 __all__ = [
+    "EARLY_PROGRAMS",
     "HEIGHTS",
     "SHARED_MEMORY",
     "AnyExpandTile",
@@ -36,6 +37,9 @@ __all__ = [
     "plan_rows",
     "shrink_tile",
 ]
+
+EARLY_PROGRAMS = 1024
+"""Up to this many programs of "gemv" let the next kernel start at once; more fill the device."""
 
 HEIGHTS = (8, 16, 32, 64)
 """Rows of a tile that a plan can have."""
