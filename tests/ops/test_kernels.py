@@ -236,7 +236,7 @@ def test_numerics_differ(device):
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 100, 256, 257, 1000])
-@pytest.mark.parametrize("num_keys", [1, 5, 70])
+@pytest.mark.parametrize("num_keys", [1, 5, 70, 5000])
 def test_plan_groups_every_row_once(device, num_rows, num_keys):
     generator = torch.Generator().manual_seed(num_rows)
     plan = Plan.empty(num_rows, num_keys, device)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lorafold.ops.plan import Plan
 
 ROWS_OF_ONE_PROGRAM = 1024
+KEYS_OF_ONE_PROGRAM = 4096
 
 __all__ = [
     "count_kernel",
@@ -29,29 +30,6 @@ __all__ = [
     "place_kernel",
     "scan_kernel",
 ]
-
-
-@triton.jit
-def _lay_out(
-    counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """From the counts of all keys: each key's first tile, each tile's key; resets the counts."""
-    lanes = tl.arange(0, BLOCK)
-    first = 0
-    for start in range(0, num_keys, BLOCK):
-        key = start + lanes
-        # Past the first-level cache, where atomics do not show.
-        count = tl.load(counters_ptr + key, mask=key < num_keys, other=0, cache_modifier=".cg")
-        tl.store(counters_ptr + key, count * 0, mask=key < num_keys)
-        needed = tl.cdiv(count, TILE_ROWS)
-        tile = first + tl.cumsum(needed, axis=0) - needed
-        tl.store(counters_ptr + num_keys + key, tile, mask=key < num_keys)
-        for j in range(tl.max(needed, axis=0)):
-            tl.store(tile_key_ptr + tile + j, key, mask=j < needed)
-        first += tl.sum(needed, axis=0)
-    for start in range(0, num_tiles, BLOCK):
-        t = start + lanes
-        tl.store(tile_key_ptr + t, t * 0 - 1, mask=(t >= first) & (t < num_tiles))
 
 
 @triton.jit(
@@ -83,8 +61,11 @@ def group_few_kernel(
     BLOCK_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of it in one program, where the rows fit one block. With indices (of experts), the keys
-    are computed first, and stored.
+    """All of it in one program, where rows and keys fit one block each. With indices (of experts),
+    the keys are computed first, and stored.
+
+    Only a row's place among its key's rows comes from memory, by an atomic addition; rows per key
+    and first tiles are found meanwhile.
     """
     wait_for_predecessor(PDL)
     i = tl.arange(0, BLOCK)
@@ -96,14 +77,23 @@ def group_few_kernel(
         )
         tl.store(keys_ptr + i, key, mask=i < num_rows)
     valid = (key >= 0) & (key < num_keys)
+    key = tl.where(valid, key, 0)
     place = tl.atomic_add(counters_ptr + key, 1, mask=valid, sem="relaxed")
     for start in range(0, num_tiles * TILE_ROWS, BLOCK):
         tl.store(tile_rows_ptr + start + i, i * 0 - 1, mask=start + i < num_tiles * TILE_ROWS)
+    needed = tl.cdiv(tl.histogram(key, BLOCK_KEYS, mask=valid), TILE_ROWS)
+    first = tl.cumsum(needed, axis=0) - needed
+    for j in range(tl.max(needed, axis=0)):
+        tl.store(tile_key_ptr + first + j, tl.arange(0, BLOCK_KEYS), mask=j < needed)
+    used = tl.sum(needed, axis=0)
+    for start in range(0, num_tiles, BLOCK):
+        tl.store(
+            tile_key_ptr + start + i, i * 0 - 1, mask=(start + i >= used) & (start + i < num_tiles)
+        )
+    first = tl.gather(first, key, axis=0)
     tl.debug_barrier()
-    _lay_out(counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS, BLOCK_KEYS)
-    tl.debug_barrier()
-    tile = tl.load(counters_ptr + num_keys + key, mask=valid, other=0, cache_modifier=".cg")
-    tl.store(tile_rows_ptr + tile * TILE_ROWS + place, i, mask=valid)
+    tl.store(tile_rows_ptr + first * TILE_ROWS + place, i, mask=valid)
+    tl.store(counters_ptr + key, i * 0, mask=valid)
 
 
 @triton.jit(
@@ -146,10 +136,27 @@ def scan_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program between counting and placing."""
+    """One program between counting and placing. From the counts of all keys: each key's first tile,
+    each tile's key; resets the counts.
+    """
     wait_for_predecessor(PDL)
     let_next_start(PDL)
-    _lay_out(counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS, BLOCK)
+    lanes = tl.arange(0, BLOCK)
+    first = 0
+    for start in range(0, num_keys, BLOCK):
+        key = start + lanes
+        # Past the first-level cache, where atomics do not show.
+        count = tl.load(counters_ptr + key, mask=key < num_keys, other=0, cache_modifier=".cg")
+        tl.store(counters_ptr + key, count * 0, mask=key < num_keys)
+        needed = tl.cdiv(count, TILE_ROWS)
+        tile = first + tl.cumsum(needed, axis=0) - needed
+        tl.store(counters_ptr + num_keys + key, tile, mask=key < num_keys)
+        for j in range(tl.max(needed, axis=0)):
+            tl.store(tile_key_ptr + tile + j, key, mask=j < needed)
+        first += tl.sum(needed, axis=0)
+    for start in range(0, num_tiles, BLOCK):
+        t = start + lanes
+        tl.store(tile_key_ptr + t, t * 0 - 1, mask=(t >= first) & (t < num_tiles))
 
 
 @triton.jit(
@@ -194,7 +201,7 @@ def group_triton(keys: Tensor, plan: Plan) -> None:
 def group_launches(keys: Tensor, plan: Plan) -> list[tuple[Launch, tuple[Tensor | None, ...]]]:
     """What `group_triton` launches, in order, and with which tensors."""
     sizes, pdl = _sizes(plan), has_pdl(keys.device)
-    if plan.num_rows <= ROWS_OF_ONE_PROGRAM:
+    if _is_few(plan):
         few = _group_few(*sizes, pdl, (), (1, 1, 1))
         tensors = (keys, None, None, plan.counters, plan.tile_key, plan.tile_rows)
         return [(few, tensors), (_FENCE, ())]
@@ -218,7 +225,7 @@ def group_gathered_triton(
     """Compute the keys of (token, choice) rows, and fill the plan's tiles, without a launch more
     where the rows are few; see `keys.gather_keys`.
     """
-    if plan.num_rows > ROWS_OF_ONE_PROGRAM:
+    if not _is_few(plan):
         gather_keys_triton(indices, row_adapter, top_k, num_experts, max_loras, plan.keys)
         group_triton(plan.keys, plan)
         return
@@ -230,6 +237,10 @@ def group_gathered_triton(
 
 
 _FENCE = Launch(fence_kernel, (), (1, 1, 1), num_warps=1)
+
+
+def _is_few(plan: Plan) -> bool:
+    return plan.num_rows <= ROWS_OF_ONE_PROGRAM and plan.num_keys <= KEYS_OF_ONE_PROGRAM
 
 
 def _sizes(plan: Plan) -> tuple[int, int, int, int]:
@@ -247,7 +258,7 @@ def _group_few(
     choice: tuple[int, int, int],
 ) -> Launch:
     block = max(32, tiles.next_power_of_2(num_rows))
-    block_keys = min(1024, max(32, tiles.next_power_of_2(num_keys)))
+    block_keys = max(32, tiles.next_power_of_2(num_keys))
     return Launch(
         group_few_kernel,
         (kinds, choice),
