@@ -31,7 +31,7 @@ from lorafold.bench import SITES, Site, Workload, graph_us
 from lorafold.numerics import SEGMENT
 from lorafold.ops import Plan, make_plan, tiles
 from lorafold.ops.launch import routed_triton
-from lorafold.ops.scratch import num_segments
+from lorafold.ops.scratch import num_segments, num_sums
 from lorafold.ops.tiles import ExpandTile, ShrinkTile
 from lorafold.route import tables_of
 
@@ -56,6 +56,8 @@ EVERY = SITES | {site.name: site for site in EXPERTS}
 
 TABLE = Path(lorafold.__file__).parent / "data" / "tiles.json"
 
+_KERNELS = "shrink", "expand"
+
 
 def heights_of(rows: int, adapters: int) -> tuple[int, ...]:
     """Rows of a tile that are worth trying for that many rows per adapter."""
@@ -65,27 +67,32 @@ def heights_of(rows: int, adapters: int) -> tuple[int, ...]:
 
 _SHRINKS = {
     False: (
-        (16, 128, 2, 4), (16, 256, 2, 3), (16, 1024, 2, 1), (64, 64, 4, 5), (64, 128, 4, 5),
-        (64, 256, 4, 3), (64, 1024, 4, 1), (128, 128, 8, 3),
+        (16, 128, 2, 4), (16, 256, 2, 3), (16, 512, 2, 2), (16, 1024, 2, 1), (32, 256, 4, 3),
+        (64, 64, 4, 5), (64, 128, 4, 5), (64, 256, 4, 3), (64, 1024, 4, 1), (128, 64, 4, 4),
+        (128, 128, 8, 3),
     ),
     True: (
-        (16, 128, 2, 4), (16, 128, 4, 5), (16, 256, 2, 3), (64, 64, 4, 5), (64, 128, 4, 3),
-        (64, 128, 4, 4), (64, 128, 4, 5), (128, 64, 4, 5), (256, 64, 8, 4),
+        (16, 128, 2, 4), (16, 128, 4, 5), (16, 256, 2, 3), (32, 128, 4, 4), (64, 64, 4, 5),
+        (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 8, 4), (64, 256, 4, 2),
+        (128, 64, 4, 5), (128, 128, 8, 3), (256, 64, 8, 4),
     ),
 }  # fmt: skip
 """Ranks, K, warps and stages, for low and for high tiles."""
 
 _EXPANDS = {
     False: (
-        (128, 1, 4, 1), (256, 1, 4, 1), (512, 1, 8, 1), (64, 4, 4, 3), (128, 2, 4, 2),
-        (128, 4, 4, 3), (128, 8, 4, 3),
+        (64, 1, 2, 1), (128, 1, 4, 1), (256, 1, 4, 1), (512, 1, 8, 1), (64, 4, 4, 3),
+        (128, 4, 4, 2), (128, 4, 4, 3), (256, 2, 4, 2), (128, 4, 8, 3),
     ),
     True: (
-        (256, 1, 4, 1), (64, 4, 4, 3), (128, 4, 4, 3), (128, 8, 4, 3), (128, 4, 8, 3),
-        (128, 8, 8, 4), (128, 16, 8, 3),
+        (256, 1, 4, 1), (64, 4, 4, 3), (64, 4, 4, 4), (128, 4, 4, 2), (128, 4, 4, 3),
+        (128, 8, 8, 2), (128, 8, 8, 3), (128, 8, 8, 4),
     ),
 }  # fmt: skip
 """Columns, blocks, warps and stages, likewise."""
+
+_RUNS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32)
+"""Blocks of a run; how many it has is not compiled in."""
 
 
 def shrink_candidates(tile_rows: int, rank: int, num_slices: int) -> list[ShrinkTile]:
@@ -114,6 +121,18 @@ def expand_candidates(tile_rows: int, rank: int) -> list[ExpandTile]:
                 if tile_rows > 16 or blocks == 1 or ahead
             ]
     return found
+
+
+def with_runs(load: Workload, expands: Sequence[ExpandTile]) -> list[ExpandTile]:
+    """The three best of these that take runs of blocks, with runs of other lengths."""
+    best = [expand for expand in expands if expand.blocks > 1][:3]
+    widest = max(load.site.n_outs)
+    return [
+        dataclasses.replace(expand, blocks=blocks)
+        for expand in best
+        for blocks in _RUNS
+        if (blocks - 1) * expand.block_cols < widest
+    ]
 
 
 def may_pair(shrink: ShrinkTile, expand: ExpandTile) -> bool:
@@ -154,10 +173,24 @@ def compile_share(work: tuple[str, int, int, int, int]) -> int:
     pairs = [(s, expands[0]) for s in shrinks]
     ends = {s.early: s for s in shrinks}
     pairs += [(s, e) for e in expands for s in ends.values()]
+    pairs += [
+        pair_of_table(site, rank, height, tiles.max_tiles(*rows_and_keys, height))
+        for rows_and_keys in loads_of(site_name)
+        if height in heights_of(*rows_and_keys)
+    ]
     for pair in pairs[share::shares]:
         run_pair(load, *pair)
     torch.cuda.synchronize()
     return len(pairs[share::shares])
+
+
+def pair_of_table(site: Site, rank: int, height: int, num_tiles: int) -> Pair:
+    """What the table has now for a call."""
+    columns, segments = sum(site.n_outs), num_sums(site.k_in, "mma")
+    return (
+        tiles.shrink_tile(num_tiles, height, len(site.n_outs), site.k_in, rank),
+        tiles.expand_tile(num_tiles, height, columns, rank, segments),
+    )
 
 
 def candidates(site: Site, rank: int, height: int) -> tuple[list[ShrinkTile], list[ExpandTile]]:
@@ -190,19 +223,24 @@ def time_pairs(load: Workload, found: dict[Pair, list[float]], pairs: Sequence[P
 
 
 def search(load: Workload) -> dict[Pair, list[float]]:
-    """Times of pairs: the best shrink for a usual expand, the best expand for it, again among the
-    best of both, and those once more in graphs of their own.
+    """Times of pairs: the table's; the best early and late shrink for a usual expand; for each, the
+    best expand and the best length of its runs; what is best, with other shrinks; and the first
+    four once more, in graphs of their own.
     """
     shrinks, expands = candidates(load.site, load.rank, load.plan.block_rows)
     few = load.num_rows * sum(load.site.n_outs) < 1 << 20
     usual = next(e for e in expands if (e.blocks == 1) == few and e.block_cols >= 128)
+    height, num_tiles = load.plan.block_rows, load.plan.tile_key.shape[0]
     found: dict[Pair, list[float]] = {}
+    time_pairs(load, found, [pair_of_table(load.site, load.rank, height, num_tiles)])
     best = [s for s, _ in time_pairs(load, found, [(s, usual) for s in shrinks])]
-    both = time_pairs(load, found, [(best[0], e) for e in expands])
-    time_pairs(load, found, [(s, e) for s in best[1:5] for _, e in both[:2] if (s, e) not in found])
-    last = sorted(found, key=lambda pair: found[pair][0])[:4]
+    for first in {s.early: s for s in reversed(best)}.values():
+        both = time_pairs(load, found, [(first, e) for e in expands])
+        time_pairs(load, found, [(first, e) for e in with_runs(load, [e for _, e in both])])
+    top = [e for _, e in sorted(found, key=lambda pair: max(found[pair]))[:2]]
+    time_pairs(load, found, [(s, e) for s in best[:6] for e in top if (s, e) not in found])
     for _ in range(2):
-        time_pairs(load, found, last)
+        time_pairs(load, found, sorted(found, key=lambda pair: found[pair][0])[:4])
     ranking = sorted(found, key=lambda pair: (len(found[pair]) == 1, max(found[pair])))
     return {pair: found[pair] for pair in ranking}
 
@@ -228,16 +266,21 @@ def measure(site: str, rank: int, rows: int, adapters: int) -> list[dict[str, An
 
 
 def write_table(records: list[dict[str, Any]]) -> None:
-    """The fastest block sizes of each shape, as `lorafold.ops.tiles` reads them."""
-    table: dict[str, Any] = {k: records[0][k] for k in ("device", "date", "torch", "triton")}
-    table["shrink"], table["expand"] = [], []
+    """Put the fastest block sizes of each shape into the table that `lorafold.ops.tiles` reads.
+
+    What it has of other shapes stays.
+    """
+    table: dict[str, Any] = {k: records[-1][k] for k in ("device", "date", "torch", "triton")}
+    old = json.loads(TABLE.read_text())
+    shrinks, expands = ({tuple(shape): size for shape, size in old[k]} for k in _KERNELS)
     for row in (row for record in records for row in record["rows"]):
         height, num_tiles, ranks = row["tile_rows"], row["num_tiles"], row["rank"] * row["slices"]
         segments = num_segments(row["k_in"])
         _, shrink, expand = row["pair"][0]
-        table["shrink"].append([[height, num_tiles, ranks, row["slices"], segments], shrink[1:]])
-        shape = [height, num_tiles, row["rank"], row["columns"], segments]
-        table["expand"].append([shape, [*expand[1:3], *expand[4:]]])
+        shrinks[height, num_tiles, ranks, row["slices"], segments] = shrink[1:]
+        shape = height, num_tiles, row["rank"], row["columns"], segments
+        expands[shape] = [*expand[1:3], *expand[4:]]
+    table |= {k: sorted(each.items()) for k, each in zip(_KERNELS, (shrinks, expands), strict=True)}
     lines = json.dumps(table).replace("[[[", "[\n[[").replace("]], [[", "]],\n[[")
     TABLE.write_text(lines + "\n")
 
@@ -246,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
     parser.add_argument("--sites", default=",".join(EVERY))
-    parser.add_argument("--ranks", default="16,64")
+    parser.add_argument("--ranks", default="16,32,64")
     parser.add_argument("--loads", help="rowsxadapters, ...")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="write the table")
     parser.add_argument("--seconds", type=float, default=400)

@@ -49,6 +49,7 @@ def test_the_fastest_pair_is_what_the_table_gives(
     row["pair"] = [[us, *map(dataclasses.astuple, p)] for us, p in ((5.0, best), (6.0, other))]
     record = {"device": "one", "date": "a day", "torch": "2", "triton": "3", "rows": [row]}
     monkeypatch.setattr(tune, "TABLE", tmp_path / "tiles.json")
+    tune.TABLE.write_text(json.dumps({kernel: [] for kernel in ("shrink", "expand")}))
     tune.write_table([record])
     table = json.loads(tune.TABLE.read_text())
     entries = {
