@@ -18,14 +18,16 @@ from torch import Tensor
 from lorafold.numerics import Numerics, resolve
 from lorafold.ops import tiles
 from lorafold.ops.beside import MOST_ROWS
+from lorafold.ops.cluster_choice import Choice, Shape, cluster_choice
 from lorafold.ops.plan import Plan
 
 if TYPE_CHECKING:
+    from lorafold.ops.cluster import ClusterLaunch
     from lorafold.ops.compiled import Launch
 
 __all__ = ["CallShape", "distinct_rows", "warm_up"]
 
-_Job = tuple["Launch", tuple[Any, ...]]
+_Job = tuple["Launch | ClusterLaunch", tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,14 @@ def warm_up(
         return 0
     from triton import AsyncCompileMode
 
+    from lorafold.ops.cluster import compile_ahead, has_clusters
     from lorafold.ops.compiled import on_device
 
-    chosen = resolve(numerics, device)
+    chosen, distinct = resolve(numerics, device), set(shapes)
     with on_device(device):
-        jobs = [job for shape in set(shapes) for job in _jobs(shape, max_tokens, device, chosen)]
+        if has_clusters(device):
+            compile_ahead(c for shape in distinct for c in clusters_of(shape, max_tokens, chosen))
+        jobs = [job for shape in distinct for job in _jobs(shape, max_tokens, device, chosen)]
         # Triton compiles outside of Python's lock.
         with ThreadPoolExecutor(os.cpu_count()) as threads, AsyncCompileMode(threads):
             for launch, tensors in jobs:
@@ -112,8 +117,31 @@ def distinct_rows(shape: CallShape, max_tokens: int, numerics: Numerics) -> list
             numerics, num_rows, num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank
         )
         group = num_rows <= MOST_ROWS, tiles.next_power_of_2(num_rows)
-        found.setdefault((sizes, group), num_rows)
+        found.setdefault((sizes, _cluster(shape, num_rows, numerics), group), num_rows)
     return list(found.values())
+
+
+def clusters_of(shape: CallShape, max_tokens: int, numerics: Numerics) -> Iterator[Shape]:
+    """The cluster kernels that calls of this shape can need.
+
+    Example:
+        >>> list(clusters_of(CallShape(64, (64,), 16, num_keys=8), 1, "gemv"))
+        []
+    """
+    for num_rows in distinct_rows(shape, max_tokens, numerics):
+        choice = _cluster(shape, num_rows, numerics)
+        if choice is not None:
+            height = tiles.plan_rows(num_rows, shape.num_keys)
+            yield Shape(height, shape.k_in, shape.n_outs, shape.max_rank, choice)
+
+
+def _cluster(shape: CallShape, num_rows: int, numerics: Numerics) -> Choice | None:
+    """What `launch.prepare` chooses for calls of that many rows."""
+    if numerics != "mma" or shape.has_source:
+        return None
+    height = tiles.plan_rows(num_rows, shape.num_keys)
+    num_tiles = tiles.max_tiles(num_rows, shape.num_keys, height)
+    return cluster_choice(num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank)
 
 
 def _jobs(
@@ -143,9 +171,9 @@ def _jobs(
                 (True,) * slices, shape.max_rank, numerics, 1, shape.has_source,
                 (plan.tile_key.shape[0], plan.block_rows), folds, device,
             )  # fmt: skip
-            rows = plan.tile_key, plan.tile_rows
-            yield call.shrink, (some, memory, addresses, ranks, *rows, source)
-            yield call.expand, (memory, outs, addresses, scales, ranks, *rows)
+            tables, rows = (addresses, addresses, scales, ranks), (plan.tile_key, plan.tile_rows)
+            operands = call.operands(some, memory, outs, tables, *rows, source)
+            yield from zip(call.launches, operands, strict=True)
         if is_beside:
             fold = fold_launch(
                 num_rows, shape.num_keys, shape.n_outs, shape.n_outs, shape.n_outs,

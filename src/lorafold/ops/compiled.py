@@ -24,6 +24,7 @@ from lorafold.ops.tiles import SHARED_MEMORY
 __all__ = [
     "Bound",
     "Launch",
+    "addresses",
     "has_pdl",
     "is_aligned",
     "is_watched",
@@ -122,7 +123,7 @@ class Launch:
         if bound is None:
             started[self._grid](*tensors, *self._sizes)
             return
-        bound(_addresses(tensors))
+        bound(addresses(tensors))
 
     def compile(self, *tensors: Any) -> None:
         """Compile the kernel for these tensors, and start nothing."""
@@ -180,7 +181,7 @@ def _bind(
     return bound
 
 
-def _addresses(tensors: tuple[Any, ...]) -> list[Any]:
+def addresses(tensors: tuple[Any, ...]) -> list[Any]:
     """The tensors' addresses, in the same nesting; None stays None."""
     return [
         t.data_ptr()

@@ -1,15 +1,18 @@
-"""From checked operands to the two launches: block sizes, scratch, shrink, expand."""
+"""From checked operands to launches: block sizes, scratch; shrink and expand, or both in one."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lorafold.numerics import Numerics
 from lorafold.ops import tiles
+from lorafold.ops.cluster import ClusterLaunch, cluster_launch
+from lorafold.ops.cluster_choice import Choice, Shape, cluster_choice
 from lorafold.ops.compiled import Launch, has_pdl, is_aligned, shared_memory_of
 from lorafold.ops.expand import expand_launch
 from lorafold.ops.gemv_expand import gemv_expand_launch
@@ -28,14 +31,31 @@ class Call:
     """All that the sizes and strides of a call decide, so that it is decided once.
 
     Args:
-        xa_bytes: memory between shrink and expand.
-        shrink: its launch.
-        expand: its launch.
+        xa_bytes: memory between shrink and expand, 0 where one kernel does both.
+        launches: shrink and expand, or the cluster kernel.
     """
 
     xa_bytes: int
-    shrink: Launch
-    expand: Launch
+    launches: tuple[Launch | ClusterLaunch, ...]
+
+    def operands(
+        self,
+        x: Any,
+        xa: Any,
+        outs: Any,
+        tables: tuple[Any, Any, Any, Any],
+        tile_key: Any,
+        tile_rows: Any,
+        source: Any = None,
+    ) -> tuple[tuple[Any, ...], ...]:
+        """What each launch takes: tensors or addresses, and tuples of them."""
+        a_tables, b_tables, scale_tables, rank_tables = tables
+        if len(self.launches) == 1:
+            return ((x, outs, *tables, tile_key, tile_rows),)
+        return (
+            (x, xa, a_tables, rank_tables, tile_key, tile_rows, source),
+            (xa, outs, b_tables, scale_tables, rank_tables, tile_key, tile_rows),
+        )
 
 
 @functools.lru_cache(4096)
@@ -56,11 +76,21 @@ def prepare(
     device: torch.device,
     shrink: tiles.AnyShrinkTile | None = None,
     expand: tiles.AnyExpandTile | None = None,
+    cluster: Choice | None = None,
 ) -> Call:
     """Block sizes and launches of a call; `plan_tiles` are the plan's tiles and rows of a tile.
 
-    Block sizes come from `tiles` unless given.
+    Whether one launch does it comes from `cluster_choice`, block sizes from `tiles`, unless given.
     """
+    are_aligned = is_x_aligned and all(are_outs_aligned)
+    is_plain = numerics == "mma" and top_k == 1 and not has_source and folds
+    if plan_tiles is not None and is_plain and are_aligned and not (shrink or expand):
+        cluster = cluster or cluster_choice(*plan_tiles, k_in, n_outs, max_rank)
+        if cluster is not None:
+            shape = Shape(plan_tiles[1], k_in, n_outs, max_rank, cluster)
+            launch = cluster_launch(shape, plan_tiles[0], x_stride, out_strides, device)
+            if launch is not None:
+                return Call(xa_bytes=0, launches=(launch,))
     if plan_tiles is None:
         block_rows = tiles.plan_rows(num_rows, 1)
         num_tiles = tiles.cdiv(num_rows, block_rows)
@@ -75,13 +105,15 @@ def prepare(
     if isinstance(shrink, tiles.GemvShrinkTile) and isinstance(expand, tiles.GemvExpandTile):
         return Call(
             xa_bytes=slices * num_rows * max_rank * 2,
-            shrink=gemv_shrink_launch(
-                num_rows, num_tiles, slices, top_k, k_in, max_rank, x_stride, is_x_aligned,
-                has_plan, has_source, shrink, pdl,
-            ),
-            expand=gemv_expand_launch(
-                num_rows, num_tiles, max_rank, n_outs, out_strides, are_outs_aligned, has_plan,
-                expand, folds, pdl,
+            launches=(
+                gemv_shrink_launch(
+                    num_rows, num_tiles, slices, top_k, k_in, max_rank, x_stride, is_x_aligned,
+                    has_plan, has_source, shrink, pdl,
+                ),
+                gemv_expand_launch(
+                    num_rows, num_tiles, max_rank, n_outs, out_strides, are_outs_aligned,
+                    has_plan, expand, folds, pdl,
+                ),
             ),
         )  # fmt: skip
     assert isinstance(shrink, tiles.ShrinkTile)
@@ -92,13 +124,15 @@ def prepare(
 
     return Call(
         xa_bytes=slices * num_rows * max_rank * (4 * segments if segments else 2),
-        shrink=shrink_launch(
-            num_rows, num_tiles, slices, top_k, k_in, max_rank, x_stride,
-            is_x_aligned, has_plan, has_source, shrink, pdl,
-        ),
-        expand=expand_launch(
-            num_rows, num_tiles, max_rank, segments, n_outs, out_strides,
-            are_outs_aligned, has_plan, expand, folds, has_late_shrink, pdl,
+        launches=(
+            shrink_launch(
+                num_rows, num_tiles, slices, top_k, k_in, max_rank, x_stride,
+                is_x_aligned, has_plan, has_source, shrink, pdl,
+            ),
+            expand_launch(
+                num_rows, num_tiles, max_rank, segments, n_outs, out_strides,
+                are_outs_aligned, has_plan, expand, folds, has_late_shrink, pdl,
+            ),
         ),
     )  # fmt: skip
 
@@ -115,6 +149,7 @@ def prepare_call(
     folds: bool = True,
     shrink: tiles.AnyShrinkTile | None = None,
     expand: tiles.AnyExpandTile | None = None,
+    cluster: Choice | None = None,
 ) -> Call:
     """`prepare` for these operands."""
     plan_tiles = None
@@ -138,6 +173,7 @@ def prepare_call(
         x.device,
         shrink,
         expand,
+        cluster,
     )
 
 
@@ -156,17 +192,18 @@ def routed_triton(
     expand: tiles.AnyExpandTile | None = None,
     *,
     folds: bool = True,
+    cluster: Choice | None = None,
 ) -> None:
-    """Launch the shrink and the expand of one call; block sizes come from `tiles` unless given.
+    """Launch one call, as `prepare` chooses unless given.
 
     Without `folds`, outs get the deltas themselves.
     """
     call = prepare_call(
         x, outs, max_rank, numerics, tile_key, tile_rows, top_k, source is not None, folds,
-        shrink, expand,
+        shrink, expand, cluster,
     )  # fmt: skip
-    if scratch is None:
+    if scratch is None and call.xa_bytes:
         scratch = torch.empty(call.xa_bytes, dtype=torch.uint8, device=x.device)
-    a_tables, b_tables, scale_tables, rank_tables = tables
-    call.shrink(x, scratch, a_tables, rank_tables, tile_key, tile_rows, source)
-    call.expand(scratch, outs, b_tables, scale_tables, rank_tables, tile_key, tile_rows)
+    operands = call.operands(x, scratch, outs, tables, tile_key, tile_rows, source)
+    for launch, each in zip(call.launches, operands, strict=True):
+        launch(*each)

@@ -49,15 +49,16 @@ class Ready:
         self._device = int(x.device.index)
         self._seq_slot, self._slots_layout = seq_slot, _layout(seq_slot)
         self._layouts = [_layout(t) for t in (x, *outs)]
-        self._tables = [
+        a_tables, b_tables, scale_tables, rank_tables = (
             tuple([table.data_ptr() for table in tables])
             for tables in zip(*map(tables_of, routes), strict=True)
-        ]
+        )
+        self._tables = a_tables, b_tables, scale_tables, rank_tables
         self._tiles = plan.tile_key.data_ptr(), plan.tile_rows.data_ptr()
         self._call = prepare_call(
             x, outs, routes[0].max_rank, numerics, plan.tile_key, plan.tile_rows
         )
-        self._launches: tuple[Bound, Bound] | None = None
+        self._launches: list[Bound] | None = None
         self._apart: set[tuple[int, ...]] = set()
         self._scratch: Tensor | None = None
 
@@ -84,27 +85,24 @@ class Ready:
             return False
         launches = self._launches
         if launches is None:
-            shrink, expand = (
-                each.bound(self._device) for each in (self._call.shrink, self._call.expand)
-            )
-            if shrink is None or expand is None:
+            launches = [b for each in self._call.launches if (b := each.bound(self._device))]
+            if len(launches) < len(self._call.launches):
                 return False
-            self._launches = launches = shrink, expand
+            self._launches = launches
         address = x.data_ptr()
         addresses = [out.data_ptr() for out in outs]
         if address & 15 or not self._are_apart(x, outs, address, addresses):
             return False
-        if scratch is None:
-            held = torch.empty(self._call.xa_bytes, dtype=torch.uint8, device=x.device)
-        else:
-            if scratch is not self._scratch:
-                check_scratch(scratch, self._routes[0], len(outs), x.shape[0])
-                self._scratch = scratch
-            held = scratch
-        xa = held.data_ptr()
-        a_tables, b_tables, scale_tables, rank_tables = self._tables
-        launches[0]((address, xa, a_tables, rank_tables, *self._tiles, None))
-        launches[1]((xa, tuple(addresses), b_tables, scale_tables, rank_tables, *self._tiles))
+        if scratch is not None and scratch is not self._scratch:
+            check_scratch(scratch, self._routes[0], len(outs), x.shape[0])
+            self._scratch = scratch
+        held, xa_bytes = scratch, self._call.xa_bytes
+        if held is None and xa_bytes:
+            held = torch.empty(xa_bytes, dtype=torch.uint8, device=x.device)
+        xa = 0 if held is None else held.data_ptr()
+        operands = self._call.operands(address, xa, tuple(addresses), self._tables, *self._tiles)
+        for launch, each in zip(launches, operands, strict=True):
+            launch(each)
         return True
 
     def _are_apart(

@@ -11,6 +11,7 @@ from torch import Tensor
 from lorafold import ops
 from lorafold.numerics import SEGMENT, Numerics
 from lorafold.ops import tiles
+from lorafold.ops.cluster_choice import Choice, candidates
 from lorafold.verify.apply import device_tensor, fold_rows, model_of, poisoned, route, truth
 from lorafold.verify.case import Case
 from lorafold.verify.check import Calls, Sides
@@ -66,7 +67,9 @@ def graph_replays(case: Case, device: torch.device) -> Sides:
 
 
 def tile_sizes(case: Case, device: torch.device) -> Sides:
-    """Every candidate of block sizes, warps and stages, and what the library chooses."""
+    """Every candidate of block sizes, warps and stages, one launch instead of two, and what the
+    library chooses.
+    """
     tables = route(case, device)
     computed = [call() for call in _tilings(case, device, tables)]
     expected = fold_rows(case, device, tables=tables)
@@ -79,11 +82,24 @@ def tile_launches(case: Case, device: torch.device) -> Calls:
 
 
 def _tilings(case: Case, device: torch.device, tables: ops.LoraRoute) -> list[Callable[[], Tensor]]:
-    return [
-        partial(_folded, case, device, tables, tile_rows, shrink, expand)
+    call = partial(_folded, case, device, tables)
+    clusters: list[Callable[[], Tensor]] = [
+        partial(call, tile_rows, cluster=choice)
+        for tile_rows in tiles.HEIGHTS
+        if case.numerics == "mma" and (choice := _cluster(tile_rows, tables))
+    ]
+    return clusters + [
+        partial(call, tile_rows, shrink=shrink, expand=expand)
         for tile_rows in tiles.HEIGHTS
         for shrink, expand in _candidates(case.numerics, tile_rows, tables)
     ]
+
+
+def _cluster(tile_rows: int, tables: ops.LoraRoute) -> Choice | None:
+    """A cut of the kernel that does all in one launch, where there is one for the shape. A device
+    that cannot run it folds with the other kernels.
+    """
+    return next(candidates(tile_rows, tables.k_in, (tables.n_out,), tables.max_rank), None)
 
 
 def _candidates(
@@ -144,10 +160,11 @@ def _folded(
     device: torch.device,
     tables: ops.LoraRoute,
     tile_rows: int,
-    shrink: tiles.AnyShrinkTile | None,
-    expand: tiles.AnyExpandTile | None,
+    shrink: tiles.AnyShrinkTile | None = None,
+    expand: tiles.AnyExpandTile | None = None,
+    cluster: Choice | None = None,
 ) -> Tensor:
-    """One call of the kernels with given tiles, and scratch that is poisoned."""
+    """One call of the kernels with given tiles or cut, and scratch that is poisoned."""
     from lorafold.ops.group import group_triton
     from lorafold.ops.launch import routed_triton
 
@@ -169,5 +186,6 @@ def _folded(
         scratch,
         shrink=shrink,
         expand=expand,
+        cluster=cluster,
     )
     return out.cpu()
