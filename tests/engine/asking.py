@@ -22,7 +22,7 @@ def request(
     return Request(random_ids(length, seed=prompt).tolist(), adapter, Sampling(**settings))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it did not come true"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from lorafold.ops.plan import Plan
 
 ROWS_OF_ONE_PROGRAM = 1024
-KEYS_OF_ONE_PROGRAM = 4096
+KEYS_IN_REGISTERS = 128
+"""Up to this many keys are counted by a program itself; of more, counts are read from memory."""
 
 __all__ = [
     "count_kernel",
@@ -30,6 +31,46 @@ __all__ = [
     "place_kernel",
     "scan_kernel",
 ]
+
+
+@triton.jit
+def _lay_out(
+    counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """From the counts of all keys: each key's first tile, each tile's key; resets the counts."""
+    lanes = tl.arange(0, BLOCK)
+    first = 0
+    for start in range(0, num_keys, BLOCK):
+        key = start + lanes
+        # Past the first-level cache, where atomics do not show.
+        count = tl.load(counters_ptr + key, mask=key < num_keys, other=0, cache_modifier=".cg")
+        tl.store(counters_ptr + key, count * 0, mask=key < num_keys)
+        needed = tl.cdiv(count, TILE_ROWS)
+        tile = first + tl.cumsum(needed, axis=0) - needed
+        tl.store(counters_ptr + num_keys + key, tile, mask=key < num_keys)
+        for j in range(tl.max(needed, axis=0)):
+            tl.store(tile_key_ptr + tile + j, key, mask=j < needed)
+        first += tl.sum(needed, axis=0)
+    _end_tiles(tile_key_ptr, first, num_tiles, BLOCK)
+
+
+@triton.jit
+def _lay_out_few(key, valid, tile_key_ptr, num_tiles, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The same from the keys of all rows, without memory: the first tile of each row's key."""
+    needed = tl.cdiv(tl.histogram(key, BLOCK, mask=valid), TILE_ROWS)
+    first = tl.cumsum(needed, axis=0) - needed
+    for j in range(tl.max(needed, axis=0)):
+        tl.store(tile_key_ptr + first + j, tl.arange(0, BLOCK), mask=j < needed)
+    _end_tiles(tile_key_ptr, tl.sum(needed, axis=0), num_tiles, BLOCK)
+    return tl.gather(first, key, axis=0)
+
+
+@triton.jit
+def _end_tiles(tile_key_ptr, num_used, num_tiles, BLOCK: tl.constexpr):
+    """Tiles from num_used on have no key."""
+    for start in range(0, num_tiles, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        tl.store(tile_key_ptr + t, t * 0 - 1, mask=(t >= num_used) & (t < num_tiles))
 
 
 @triton.jit(
@@ -59,13 +100,14 @@ def group_few_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of it in one program, where rows and keys fit one block each. With indices (of experts),
-    the keys are computed first, and stored.
+    """All of it in one program, where the rows fit one block. With indices (of experts), the keys
+    are computed first, and stored.
 
-    Only a row's place among its key's rows comes from memory, by an atomic addition; rows per key
-    and first tiles are found meanwhile.
+    A row's place among its key's rows is what an atomic addition returns. IN_REGISTERS, all else is
+    found while it is on its way.
     """
     wait_for_predecessor(PDL)
     i = tl.arange(0, BLOCK)
@@ -81,19 +123,16 @@ def group_few_kernel(
     place = tl.atomic_add(counters_ptr + key, 1, mask=valid, sem="relaxed")
     for start in range(0, num_tiles * TILE_ROWS, BLOCK):
         tl.store(tile_rows_ptr + start + i, i * 0 - 1, mask=start + i < num_tiles * TILE_ROWS)
-    needed = tl.cdiv(tl.histogram(key, BLOCK_KEYS, mask=valid), TILE_ROWS)
-    first = tl.cumsum(needed, axis=0) - needed
-    for j in range(tl.max(needed, axis=0)):
-        tl.store(tile_key_ptr + first + j, tl.arange(0, BLOCK_KEYS), mask=j < needed)
-    used = tl.sum(needed, axis=0)
-    for start in range(0, num_tiles, BLOCK):
-        tl.store(
-            tile_key_ptr + start + i, i * 0 - 1, mask=(start + i >= used) & (start + i < num_tiles)
-        )
-    first = tl.gather(first, key, axis=0)
-    tl.debug_barrier()
-    tl.store(tile_rows_ptr + first * TILE_ROWS + place, i, mask=valid)
-    tl.store(counters_ptr + key, i * 0, mask=valid)
+    if IN_REGISTERS:
+        tile = _lay_out_few(key, valid, tile_key_ptr, num_tiles, TILE_ROWS, BLOCK_KEYS)
+        tl.debug_barrier()
+        tl.store(counters_ptr + key, i * 0, mask=valid)
+    else:
+        tl.debug_barrier()
+        _lay_out(counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS, BLOCK_KEYS)
+        tl.debug_barrier()
+        tile = tl.load(counters_ptr + num_keys + key, mask=valid, other=0, cache_modifier=".cg")
+    tl.store(tile_rows_ptr + tile * TILE_ROWS + place, i, mask=valid)
 
 
 @triton.jit(
@@ -136,27 +175,10 @@ def scan_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program between counting and placing. From the counts of all keys: each key's first tile,
-    each tile's key; resets the counts.
-    """
+    """One program between counting and placing."""
     wait_for_predecessor(PDL)
     let_next_start(PDL)
-    lanes = tl.arange(0, BLOCK)
-    first = 0
-    for start in range(0, num_keys, BLOCK):
-        key = start + lanes
-        # Past the first-level cache, where atomics do not show.
-        count = tl.load(counters_ptr + key, mask=key < num_keys, other=0, cache_modifier=".cg")
-        tl.store(counters_ptr + key, count * 0, mask=key < num_keys)
-        needed = tl.cdiv(count, TILE_ROWS)
-        tile = first + tl.cumsum(needed, axis=0) - needed
-        tl.store(counters_ptr + num_keys + key, tile, mask=key < num_keys)
-        for j in range(tl.max(needed, axis=0)):
-            tl.store(tile_key_ptr + tile + j, key, mask=j < needed)
-        first += tl.sum(needed, axis=0)
-    for start in range(0, num_tiles, BLOCK):
-        t = start + lanes
-        tl.store(tile_key_ptr + t, t * 0 - 1, mask=(t >= first) & (t < num_tiles))
+    _lay_out(counters_ptr, tile_key_ptr, num_keys, num_tiles, TILE_ROWS, BLOCK)
 
 
 @triton.jit(
@@ -201,7 +223,7 @@ def group_triton(keys: Tensor, plan: Plan) -> None:
 def group_launches(keys: Tensor, plan: Plan) -> list[tuple[Launch, tuple[Tensor | None, ...]]]:
     """What `group_triton` launches, in order, and with which tensors."""
     sizes, pdl = _sizes(plan), has_pdl(keys.device)
-    if _is_few(plan):
+    if plan.num_rows <= ROWS_OF_ONE_PROGRAM:
         few = _group_few(*sizes, pdl, (), (1, 1, 1))
         tensors = (keys, None, None, plan.counters, plan.tile_key, plan.tile_rows)
         return [(few, tensors), (_FENCE, ())]
@@ -225,7 +247,7 @@ def group_gathered_triton(
     """Compute the keys of (token, choice) rows, and fill the plan's tiles, without a launch more
     where the rows are few; see `keys.gather_keys`.
     """
-    if not _is_few(plan):
+    if plan.num_rows > ROWS_OF_ONE_PROGRAM:
         gather_keys_triton(indices, row_adapter, top_k, num_experts, max_loras, plan.keys)
         group_triton(plan.keys, plan)
         return
@@ -237,10 +259,6 @@ def group_gathered_triton(
 
 
 _FENCE = Launch(fence_kernel, (), (1, 1, 1), num_warps=1)
-
-
-def _is_few(plan: Plan) -> bool:
-    return plan.num_rows <= ROWS_OF_ONE_PROGRAM and plan.num_keys <= KEYS_OF_ONE_PROGRAM
 
 
 def _sizes(plan: Plan) -> tuple[int, int, int, int]:
@@ -258,13 +276,13 @@ def _group_few(
     choice: tuple[int, int, int],
 ) -> Launch:
     block = max(32, tiles.next_power_of_2(num_rows))
-    block_keys = max(32, tiles.next_power_of_2(num_keys))
+    block_keys = min(1024, max(32, tiles.next_power_of_2(num_keys)))
     return Launch(
         group_few_kernel,
         (kinds, choice),
         (1, 1, 1),
         (num_rows, num_keys, num_tiles, *choice),
-        (block_rows, block, block_keys, pdl),
+        (block_rows, block, block_keys, num_keys <= KEYS_IN_REGISTERS, pdl),
         num_warps=4 if num_rows <= 256 else 8,
         launch_pdl=pdl,
     )
