@@ -129,6 +129,32 @@ def test_padding_is_not_read():
     assert_equal(case, expected)
 
 
+def spoil(case: Case) -> None:
+    """Special values in x, A, B and outs, in tiles that have plain rows too."""
+    tiny, huge, inf = 2.0**-133, 3e38, float("inf")
+    case.x[0, :4] = torch.tensor([float("nan"), 1, 2, 3])
+    case.x[1, :4] = torch.tensor([inf, -1, 0.0, -0.0])
+    case.x[2], case.x[3], case.x[4], case.x[5] = tiny, huge, 0.0, -0.0
+    case.outs[0][4], case.outs[0][5], case.outs[0][6] = -0.0, -0.0, inf
+    case.x[7] *= 2.0**-110
+    for pairs in case.pairs:
+        for slot, value, other in ((3, tiny, inf), (7, -huge, float("nan"))):
+            pairs[slot].a[1, 40:44], pairs[slot].a[2] = value, -tiny
+            pairs[slot].b[5, 3], pairs[slot].b[6] = other, -0.0
+    case.slots[:] = torch.tensor([0, 1, 3, 7]).repeat(case.slots.shape[0] // 4)
+
+
+@pytest.mark.parametrize("tile_rows", [8, 16])
+@pytest.mark.parametrize("choice", [Choice(8), Choice(8, wgmma=False, x_parts=2)], ids=str)
+@pytest.mark.parametrize("site", ["o", "odd"])
+def test_special_values(site, choice, tile_rows):
+    case = build(site, 32)
+    spoil(case)
+    expected = case.truth("mma", by_slot=True)
+    run(case, plan_of_height(case, tile_rows), choice)
+    assert_equal(case, expected)
+
+
 @pytest.mark.parametrize("site", ["o", "qkv", "odd", "down"])
 def test_replay_with_other_slots(site):
     choice = Choice(16) if site == "down" else Choice(8)

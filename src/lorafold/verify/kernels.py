@@ -85,7 +85,7 @@ def _tilings(case: Case, device: torch.device, tables: ops.LoraRoute) -> list[Ca
     call = partial(_folded, case, device, tables)
     clusters: list[Callable[[], Tensor]] = [
         partial(call, tile_rows, cluster=choice)
-        for tile_rows in (8,)
+        for tile_rows in tiles.HEIGHTS
         if case.numerics == "mma" and (choice := _cluster(tile_rows, tables))
     ]
     return clusters + [
