@@ -135,7 +135,7 @@ def file_damage(draw: st.DrawFn) -> Damage:
         elif kind == "deep":
             put(file, b"[" * 50_000, data)
         else:
-            put(file, tail + text, data)
+            put(file, b"!" + tail + text, data)  # white space alone would be JSON
 
     return damage
 
