@@ -166,11 +166,16 @@ def _table() -> list[tuple[_Key, Choice | None]]:
 
 
 def _nearest(shape: _Key) -> Choice | None:
-    """What was fastest at the measured shape that is the fewest factors of two away."""
+    """What was fastest at the measured shape that is the fewest factors of two away, those by which
+    it is smaller than the call counted twice: larger calls are those that lose.
+    """
 
     def distance(entry: tuple[_Key, object]) -> float:
-        pairs = zip(_WEIGHTS, entry[0], shape, strict=True)
-        return sum(weight * abs(math.log2(one / other)) for weight, one, other in pairs)
+        total = 0.0
+        for weight, measured, wanted in zip(_WEIGHTS, entry[0], shape, strict=True):
+            factors = math.log2(wanted / measured)
+            total += weight * max(2 * factors, -factors)
+        return total
 
     nearest = min(_table(), key=distance, default=None)
     if nearest is None or distance(nearest) > _FARTHEST:
