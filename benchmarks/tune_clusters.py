@@ -27,6 +27,7 @@ import torch
 
 import lorafold
 from benchmarks.record import describe
+from benchmarks.tune import EVERY
 from lorafold.bench import SITES, Workload, graph_us
 from lorafold.bench.measure import call_site
 from lorafold.numerics import SEGMENT
@@ -38,7 +39,12 @@ from lorafold.route import tables_of
 
 __all__ = ["entry", "main", "parse", "table"]
 
-LOADS = ((1, 8), (8, 8), (64, 8), (64, 64), (256, 8))
+LOADS = (
+    (1, 8), (4, 4), (8, 8), (16, 16), (32, 32), (64, 8), (64, 64), (128, 8), (256, 8),
+)  # fmt: skip
+EXPERT_LOADS = ((8, 128), (64, 128), (512, 128))
+"""(rows, adapters) of the calls that are timed; each expert of an adapter is a key of its own."""
+
 TABLE = Path(lorafold.__file__).parent / "data" / "clusters.json"
 MARGIN = 0.03
 """A choice must be this much faster than the Triton kernels: less is noise."""
@@ -58,7 +64,7 @@ def entry(record: dict[str, Any]) -> tuple[list[int], list[Any] | None] | None:
     kernel was not tried with them.
     """
     name, rank, rows, adapters = record["row"]
-    site, height = SITES[name], tiles.plan_rows(rows, adapters)
+    site, height = EVERY[name], tiles.plan_rows(rows, adapters)
     times = {parse(text): us for text, us in record["times"].items()}
     own = {choice: us for (tile_rows, choice), us in times.items() if tile_rows == height}
     if not own:
@@ -107,8 +113,8 @@ def has_same_bits(load: Workload, choice: Choice) -> bool:
 
 def measure(site: str, rank: int, rows: int, adapters: int) -> dict[str, Any]:
     """Times of the Triton kernels and of all candidates, and of the best one's other details."""
-    load = Workload(SITES[site], rank, rows, adapters)
-    height, k_in, n_outs = load.plan.block_rows, SITES[site].k_in, SITES[site].n_outs
+    load = Workload(EVERY[site], rank, rows, adapters)
+    height, k_in, n_outs = load.plan.block_rows, EVERY[site].k_in, EVERY[site].n_outs
     triton = graph_us([partial(call_site, load, i, "mma") for i in range(len(load.calls))], 5)
     times: dict[Choice, float] = {}
 
@@ -138,10 +144,10 @@ DETAILS: tuple[dict[str, Any], ...] = ({"x_parts": 4}, {"wgmma": False, "x_parts
 def compile_all(work: Iterable[tuple[str, int, int, int]]) -> int:
     """Compile all that may be tried, side by side; they stay on the disk."""
     shapes = {
-        Shape(height, SITES[site].k_in, SITES[site].n_outs, rank, one)
+        Shape(height, EVERY[site].k_in, EVERY[site].n_outs, rank, one)
         for site, rank, rows, adapters in work
         if (height := tiles.plan_rows(rows, adapters)) <= 16
-        for choice in candidates(height, SITES[site].k_in, SITES[site].n_outs, rank)
+        for choice in candidates(height, EVERY[site].k_in, EVERY[site].n_outs, rank)
         for one in (choice, *(dataclasses.replace(choice, **details) for details in DETAILS))
     }
     with ThreadPoolExecutor() as threads:
@@ -151,7 +157,7 @@ def compile_all(work: Iterable[tuple[str, int, int, int]]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("clusters.jsonl"))
-    parser.add_argument("--sites", default=",".join(SITES))
+    parser.add_argument("--sites", default=",".join(EVERY))
     parser.add_argument("--ranks", default="16,32,64")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="write the table")
     parser.add_argument("--seconds", type=float, default=300)
@@ -166,7 +172,7 @@ def main() -> None:
         (site, int(rank), *load)
         for site in args.sites.split(",")
         for rank in args.ranks.split(",")
-        for load in LOADS
+        for load in (LOADS if site in SITES else EXPERT_LOADS)
     ]
     print(f"{compile_all(work)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
     args.out.write_text(json.dumps(describe("clusters", [])) + "\n")
