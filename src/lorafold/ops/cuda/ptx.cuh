@@ -78,13 +78,13 @@ __device__ __forceinline__ bool bar_is_done(u32 bar) {
     return done;
 }
 
-// It traps after some 2 seconds rather than hang.
+// It traps after some 30 seconds rather than hang.
 template <bool OF_CLUSTER>
 __device__ __forceinline__ void bar_wait(u32 bar) {
     if (bar_is_done<OF_CLUSTER>(bar)) return;
     const i64 start = clock64();
     while (!bar_is_done<OF_CLUSTER>(bar))
-        if (clock64() - start > 4000000000ll) asm volatile("trap;");
+        if (clock64() - start > 60000000000ll) asm volatile("trap;");
 }
 
 __device__ __forceinline__ void wait_for_predecessor() {
