@@ -16,12 +16,12 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +31,7 @@ from lorafold.bench import SITES, Site, Workload, graph_us
 from lorafold.numerics import SEGMENT
 from lorafold.ops import Plan, make_plan, tiles
 from lorafold.ops.launch import routed_triton
-from lorafold.ops.scratch import num_segments, num_sums
+from lorafold.ops.scratch import num_segments
 from lorafold.ops.tiles import ExpandTile, ShrinkTile
 from lorafold.route import tables_of
 
@@ -154,13 +154,30 @@ def set_height(load: Workload, tile_rows: int) -> None:
     load.plan = make_plan(load.slots, load.num_adapters, plan=empty)
 
 
-def run_pair(load: Workload, shrink: ShrinkTile, expand: ExpandTile, index: int = 0) -> None:
+def run_sized(load: Workload, index: int = 0, **sizes: Any) -> None:
+    """One call with given sizes, as `routed_triton` takes them."""
     call, plan = load.calls[index], load.plan
     tables = tuple(zip(*map(tables_of, call.routes), strict=True))
     routed_triton(
         call.x, call.outs, tables, load.rank, "mma", None, 1, plan.tile_key, plan.tile_rows,
-        load.scratch, shrink, expand,
+        load.scratch, **sizes,
     )  # fmt: skip
+
+
+def run_pair(load: Workload, shrink: ShrinkTile, expand: ExpandTile, index: int = 0) -> None:
+    run_sized(load, index, shrink=shrink, expand=expand)
+
+
+def bits_of(load: Workload, fold: Callable[[], None]) -> torch.Tensor:
+    """The bits of the first call's outs after a fold into them, which is undone."""
+    outs = load.calls[0].outs
+    start = [out.clone() for out in outs]
+    load.scratch.fill_(255)
+    fold()
+    result = torch.cat([out.flatten() for out in outs]).view(torch.int16)
+    for out, before in zip(outs, start, strict=True):
+        out.copy_(before)
+    return result
 
 
 def compile_share(work: tuple[str, int, int, int, int]) -> int:
@@ -174,9 +191,9 @@ def compile_share(work: tuple[str, int, int, int, int]) -> int:
     ends = {s.early: s for s in shrinks}
     pairs += [(s, e) for e in expands for s in ends.values()]
     pairs += [
-        pair_of_table(site, rank, height, tiles.max_tiles(*rows_and_keys, height))
-        for rows_and_keys in loads_of(site_name)
-        if height in heights_of(*rows_and_keys)
+        pair_of_table(site, rank, rows, tiles.max_tiles(rows, keys, height), height)
+        for rows, keys in loads_of(site_name)
+        if height in heights_of(rows, keys)
     ]
     for pair in pairs[share::shares]:
         run_pair(load, *pair)
@@ -184,13 +201,10 @@ def compile_share(work: tuple[str, int, int, int, int]) -> int:
     return len(pairs[share::shares])
 
 
-def pair_of_table(site: Site, rank: int, height: int, num_tiles: int) -> Pair:
+def pair_of_table(site: Site, rank: int, rows: int, num_tiles: int, height: int) -> Pair:
     """What the table has now for a call."""
-    columns, segments = sum(site.n_outs), num_sums(site.k_in, "mma")
-    return (
-        tiles.shrink_tile(num_tiles, height, len(site.n_outs), site.k_in, rank),
-        tiles.expand_tile(num_tiles, height, columns, rank, segments),
-    )
+    pair = tiles.call_tiles("mma", rows, num_tiles, height, site.k_in, site.n_outs, rank)
+    return cast("Pair", pair)
 
 
 def candidates(site: Site, rank: int, height: int) -> tuple[list[ShrinkTile], list[ExpandTile]]:
@@ -199,14 +213,9 @@ def candidates(site: Site, rank: int, height: int) -> tuple[list[ShrinkTile], li
 
 def check_bits(load: Workload, pairs: Sequence[Pair]) -> None:
     """Stop if two pairs differ in a bit."""
-    outs, first = load.calls[0].outs, None
-    start = [out.clone() for out in outs]
+    first = None
     for pair in pairs:
-        load.scratch.fill_(255)
-        run_pair(load, *pair)
-        result = torch.cat([out.flatten() for out in outs]).view(torch.int16)
-        for out, before in zip(outs, start, strict=True):
-            out.copy_(before)
+        result = bits_of(load, partial(run_pair, load, *pair))
         if first is not None and not torch.equal(result, first):
             raise SystemExit(f"{load.site.name} R{load.rank}: {pair} gives other bits")
         first = result
@@ -230,9 +239,9 @@ def search(load: Workload) -> dict[Pair, list[float]]:
     shrinks, expands = candidates(load.site, load.rank, load.plan.block_rows)
     few = load.num_rows * sum(load.site.n_outs) < 1 << 20
     usual = next(e for e in expands if (e.blocks == 1) == few and e.block_cols >= 128)
-    height, num_tiles = load.plan.block_rows, load.plan.tile_key.shape[0]
+    plan_tiles = load.plan.tile_key.shape[0], load.plan.block_rows
     found: dict[Pair, list[float]] = {}
-    time_pairs(load, found, [pair_of_table(load.site, load.rank, height, num_tiles)])
+    time_pairs(load, found, [pair_of_table(load.site, load.rank, load.num_rows, *plan_tiles)])
     best = [s for s, _ in time_pairs(load, found, [(s, usual) for s in shrinks])]
     for first in {s.early: s for s in reversed(best)}.values():
         both = time_pairs(load, found, [(first, e) for e in expands])

@@ -27,15 +27,13 @@ import torch
 
 import lorafold
 from benchmarks.record import describe
-from benchmarks.tune import EVERY
+from benchmarks.tune import EVERY, bits_of, run_sized
 from lorafold.bench import SITES, Workload, graph_us
 from lorafold.bench.measure import call_site
-from lorafold.numerics import SEGMENT
 from lorafold.ops import cluster_choice, tiles
 from lorafold.ops.cluster import compile_cubin
-from lorafold.ops.cluster_choice import Choice, Shape, candidates
+from lorafold.ops.cluster_choice import Choice, Shape, candidates, shape_of_call
 from lorafold.ops.launch import prepare_call
-from lorafold.route import tables_of
 
 __all__ = ["entry", "main", "parse", "table"]
 
@@ -70,11 +68,10 @@ def entry(record: dict[str, Any]) -> tuple[list[int], list[Any] | None] | None:
     if not own:
         return None
     num_tiles = tiles.max_tiles(rows, adapters, height)
-    segments, columns = tiles.cdiv(site.k_in, SEGMENT), sum(site.n_outs)
-    shape = [height, num_tiles, rank, len(site.n_outs), columns, segments]
+    shape = shape_of_call(num_tiles, height, site.k_in, site.n_outs, rank)
     choice = min(own, key=own.__getitem__)
     is_faster = own[choice] < record["triton"] * (1 - MARGIN)
-    return shape, list(dataclasses.astuple(choice)) if is_faster else None
+    return list(shape), list(dataclasses.astuple(choice)) if is_faster else None
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
@@ -88,27 +85,18 @@ def table(records: Iterable[dict[str, Any]]) -> str:
     return f'{json.dumps(head)[:-1]}, "clusters": [\n{lines}\n]}}\n'
 
 
-def run(load: Workload, choice: Choice, index: int = 0) -> None:
-    call, plan = load.calls[index], load.plan
-    a_tables, b_tables, scale_tables, rank_tables = zip(*map(tables_of, call.routes), strict=True)
-    tables, rows = (a_tables, b_tables, scale_tables, rank_tables), (plan.tile_key, plan.tile_rows)
-    one = prepare_call(call.x, call.outs, load.rank, "mma", *rows, cluster=choice)
-    if len(one.launches) != 1:
+def check(load: Workload, choice: Choice) -> None:
+    """Stop where there is no such kernel, or where it folds other bits than the Triton kernels."""
+    call, plan = load.calls[0], load.plan
+    rows = plan.tile_key, plan.tile_rows
+    if len(prepare_call(call.x, call.outs, load.rank, "mma", *rows, cluster=choice).launches) != 1:
         raise SystemExit("there is no cluster kernel on this machine")
-    (operands,) = one.operands(call.x, None, call.outs, tables, *rows)
-    one.launches[0](*operands)
-
-
-def has_same_bits(load: Workload, choice: Choice) -> bool:
-    """Whether both kinds of kernels fold the same into the first call's outs."""
-    outs, results = load.calls[0].outs, []
-    start = [out.clone() for out in outs]
-    for fold in (partial(call_site, load, 0, "mma"), partial(run, load, choice)):
-        fold()
-        results.append(torch.cat([out.flatten() for out in outs]).view(torch.int16))
-        for out, before in zip(outs, start, strict=True):
-            out.copy_(before)
-    return torch.equal(*results)
+    folds = partial(call_site, load, 0, "mma"), partial(run_sized, load, cluster=choice)
+    if not torch.equal(*(bits_of(load, fold) for fold in folds)):
+        raise SystemExit(
+            f"{load.site.name} R{load.rank} {load.num_rows}/{load.num_adapters}: {choice} gives "
+            "other bits"
+        )
 
 
 def measure(site: str, rank: int, rows: int, adapters: int) -> dict[str, Any]:
@@ -120,9 +108,8 @@ def measure(site: str, rank: int, rows: int, adapters: int) -> dict[str, Any]:
 
     def attempt(choice: Choice) -> None:
         if Shape(height, k_in, n_outs, rank, choice).fits:
-            if not has_same_bits(load, choice):
-                raise SystemExit(f"{site} R{rank} {rows}/{adapters}: {choice} gives other bits")
-            calls = [partial(run, load, choice, i) for i in range(len(load.calls))]
+            check(load, choice)
+            calls = [partial(run_sized, load, i, cluster=choice) for i in range(len(load.calls))]
             times[choice] = round(graph_us(calls, 5), 2)
 
     for choice in candidates(height, k_in, n_outs, rank) if height <= 16 else ():

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lorafold.ops import LoraPair, LoraRoute, reference
+from lorafold.numerics import Numerics
+from lorafold.ops import (
+    LoraPair,
+    LoraRoute,
+    apply_lora_beside,
+    apply_lora_bgmv,
+    make_plan,
+    reference,
+)
 
 compared: Counter[str] = Counter()
 """Elements compared bit for bit, by test; the summary of a run shows them."""
@@ -153,3 +161,50 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
         f"{what}: {len(wrong)} of {a.numel()} differ, first at {wrong[0].tolist()}: "
         f"{actual.cpu()[tuple(wrong[0])]} instead of {expected.cpu()[tuple(wrong[0])]}"
     )
+
+
+class Layers:
+    """A layer per case, each of which changes what the next one reads, and one plan for all.
+
+    `starts` are what the base layers return.
+    """
+
+    def __init__(self, cases: Sequence[Case], numerics: Numerics) -> None:
+        self.slots, self._num_keys = cases[0].slots, cases[0].routes[0].max_loras
+        self.plan = make_plan(self.slots, self._num_keys)
+        self.starts = [[out.clone() for out in case.outs] for case in cases]
+        self._cases, self._numerics = cases, numerics
+
+    def after(self) -> list[Tensor]:
+        """Outs of all layers, deltas after the base layers."""
+
+        def layer(routes: Sequence[LoraRoute], x: Tensor, start: list[Tensor]) -> list[Tensor]:
+            outs = [out.clone() for out in start]
+            apply_lora_bgmv(routes, x, outs, self.slots, plan=self.plan, numerics=self._numerics)
+            return outs
+
+        return self._forward(layer)
+
+    def beside(self) -> list[Tensor]:
+        """Outs of all layers, deltas beside the base layers."""
+
+        def layer(routes: Sequence[LoraRoute], x: Tensor, start: list[Tensor]) -> Sequence[Tensor]:
+            def base() -> list[Tensor]:
+                return [out.clone() for out in start]
+
+            return apply_lora_beside(
+                routes, x, base, self.slots, plan=self.plan, numerics=self._numerics
+            )
+
+        return self._forward(layer)
+
+    def _forward(
+        self, layer: Callable[[Sequence[LoraRoute], Tensor, list[Tensor]], Sequence[Tensor]]
+    ) -> list[Tensor]:
+        make_plan(self.slots, self._num_keys, plan=self.plan)
+        results, x = list[Tensor](), self._cases[0].x
+        for case, start in zip(self._cases, self.starts, strict=True):
+            outs = layer(case.routes, x, start)
+            results += outs
+            x = case.x + outs[0].float().mean(1, keepdim=True).bfloat16()
+        return results

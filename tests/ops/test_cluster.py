@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lorafold.errors import BackendError
 from lorafold.ops import cluster, cluster_choice, launch
 from lorafold.ops.cluster_choice import Choice, Shape, candidates
+from lorafold.ops.nearest import nearest
 from tests.ops.cases import make_case
 from tests.ops.test_kernels import plan_of_height
 
@@ -117,7 +118,8 @@ def test_the_table_that_is_shipped():
         assert len(shape) == len(cluster_choice._WEIGHTS)
         assert all(n > 0 for n in shape)
         assert choice is None or shape[0] in (8, 16)
-        assert cluster_choice._nearest(shape) == choice
+        weights, far = cluster_choice._WEIGHTS, cluster_choice._FARTHEST
+        assert nearest(entries, shape, weights, larger=2.0, farthest=far) == choice
 
 
 @pytest.mark.parametrize("max_rank", [8, 16, 32, 64])

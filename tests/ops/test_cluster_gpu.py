@@ -10,13 +10,13 @@ import threading
 import pytest
 import torch
 
-from lorafold.ops import Plan, apply_lora_beside, apply_lora_bgmv, cluster_choice, make_plan
+from lorafold.ops import Plan, apply_lora_bgmv, cluster_choice, make_plan
 from lorafold.ops.cluster import ClusterLaunch, has_clusters
 from lorafold.ops.cluster_choice import Choice, Shape
 from lorafold.ops.group import group_triton
 from lorafold.ops.launch import prepare, prepare_call
 from lorafold.route import tables_of
-from tests.ops.cases import Case, assert_same_bits, make_case, poisoned
+from tests.ops.cases import Case, Layers, assert_same_bits, make_case, poisoned
 from tests.ops.test_kernels import plan_of_height
 
 pytestmark = [
@@ -266,43 +266,21 @@ def test_beside_the_base_layer(table, site):
     """Three layers in one graph, each of which changes what the next one reads: there the Triton
     kernels make the deltas.
     """
-    cases = [build(site, 64, seed) for seed in range(3)]
-    slots, num_keys = cases[0].slots, cases[0].routes[0].max_loras
-    plan = make_plan(slots, num_keys)
-    starts = [[out.clone() for out in case.outs] for case in cases]
-
-    def forward(apply) -> list[torch.Tensor]:
-        make_plan(slots, num_keys, plan=plan)
-        results, x = [], cases[0].x
-        for case, start in zip(cases, starts, strict=True):
-            outs = apply(case.routes, x, start)
-            results += outs
-            x = case.x + outs[0].float().mean(1, keepdim=True).bfloat16()
-        return results
-
-    def triton(routes, x, start):
-        outs = [out.clone() for out in start]
-        apply_lora_bgmv(routes, x, outs, slots, plan=plan, numerics="mma")
-        return outs
-
-    def beside(routes, x, start):
-        return apply_lora_beside(
-            routes, x, lambda: [out.clone() for out in start], slots, plan=plan, numerics="mma"
-        )
-
+    layers = Layers([build(site, 64, seed) for seed in range(3)], "mma")
+    slots, plan = layers.slots, layers.plan
     truths, shift = [], [5 * i + 1 for i in range(4)]
     first = slots.clone()
     for by in shift:
         slots.copy_(slots.roll(by))
-        truths.append([out.clone() for out in forward(triton)])
+        truths.append([out.clone() for out in layers.after()])
     slots.copy_(first)
     plan.ready.clear()
     table(shape_of(site, plan), Choice(8))
-    forward(beside)
+    layers.beside()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = forward(beside)
+        captured = layers.beside()
     for by, expected in zip(shift, truths, strict=True):
         slots.copy_(slots.roll(by))
         for result in captured:

@@ -16,14 +16,13 @@ from lorafold.errors import RouteError
 from lorafold.ops import (
     LoraRoute,
     Plan,
-    apply_lora_beside,
     apply_lora_bgmv,
     apply_lora_delta,
     make_plan,
     scratch_bytes,
     tiles,
 )
-from tests.ops.cases import Case, assert_same_bits, bits, make_case, poisoned
+from tests.ops.cases import Case, Layers, assert_same_bits, bits, make_case, poisoned
 from tests.ops.test_kernels import run
 
 pytestmark = [
@@ -98,45 +97,22 @@ def test_replay_with_other_slots(numerics, k_in, n_outs):
 @pytest.mark.parametrize(("k_in", "n_outs"), SITES)
 def test_beside_the_base_layer(numerics, k_in, n_outs):
     """Three layers in one graph, each of which changes what the next one reads."""
-    cases = [build(k_in, n_outs, 64, seed) for seed in range(3)]
-    slots, num_keys = cases[0].slots, cases[0].routes[0].max_loras
-    plan = make_plan(slots, num_keys)
-    starts = [[out.clone() for out in case.outs] for case in cases]
-
-    def forward(apply) -> list[torch.Tensor]:
-        make_plan(slots, num_keys, plan=plan)
-        results, x = [], cases[0].x
-        for case, start in zip(cases, starts, strict=True):
-            outs = apply(case.routes, x, start)
-            results += outs
-            x = case.x + outs[0].float().mean(1, keepdim=True).bfloat16()
-        return results
-
-    def one_after_the_other(routes, x, start):
-        outs = [out.clone() for out in start]
-        apply_lora_bgmv(routes, x, outs, slots, plan=plan, numerics=numerics)
-        return outs
-
-    def beside(routes, x, start):
-        def base() -> list[torch.Tensor]:
-            return [out.clone() for out in start]
-
-        return apply_lora_beside(routes, x, base, slots, plan=plan, numerics=numerics)
-
-    forward(beside)  # not captured: compiles the usual kernels
+    layers = Layers([build(k_in, n_outs, 64, seed) for seed in range(3)], numerics)
+    slots = layers.slots
+    layers.beside()  # not captured: compiles the usual kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = forward(beside)
+        captured = layers.beside()
     for shift in range(4):
         slots.copy_(slots.roll(5 * shift + 1))
-        expected = forward(one_after_the_other)
+        expected = layers.after()
         for result in captured:
             result.fill_(float("nan"))
         graph.replay()
         for at, (result, truth) in enumerate(zip(captured, expected, strict=True)):
             assert_same_bits(result, truth, f"output {at}")
-    assert not torch.equal(bits(captured[0]), bits(starts[0][0]))
+    assert not torch.equal(bits(captured[0]), bits(layers.starts[0][0]))
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)

@@ -90,9 +90,10 @@ def warm_up(
 
     chosen, distinct = resolve(numerics, device), set(shapes)
     with on_device(device):
+        rows = {shape: distinct_rows(shape, max_tokens, chosen) for shape in distinct}
         if has_clusters(device):
-            compile_ahead(c for shape in distinct for c in clusters_of(shape, max_tokens, chosen))
-        jobs = [job for shape in distinct for job in _jobs(shape, max_tokens, device, chosen)]
+            compile_ahead(c for shape in distinct for c in clusters_of(shape, rows[shape], chosen))
+        jobs = [job for shape in distinct for job in _jobs(shape, rows[shape], device, chosen)]
         # Triton compiles outside of Python's lock.
         with ThreadPoolExecutor(os.cpu_count()) as threads, AsyncCompileMode(threads):
             for launch, tensors in jobs:
@@ -111,27 +112,24 @@ def distinct_rows(shape: CallShape, max_tokens: int, numerics: Numerics) -> list
     """
     found: dict[object, int] = {}
     for num_rows in range(shape.rows_per_token, max_tokens * shape.rows_per_token + 1):
-        height = tiles.plan_rows(num_rows, shape.num_keys)
-        num_tiles = tiles.max_tiles(num_rows, shape.num_keys, height)
-        sizes = tiles.call_tiles(
-            numerics, num_rows, num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank
-        )
+        call = *_plan_tiles(shape, num_rows), shape.k_in, shape.n_outs, shape.max_rank
+        sizes = tiles.call_tiles(numerics, num_rows, *call)
         group = num_rows <= MOST_ROWS, tiles.next_power_of_2(num_rows)
         found.setdefault((sizes, _cluster(shape, num_rows, numerics), group), num_rows)
     return list(found.values())
 
 
-def clusters_of(shape: CallShape, max_tokens: int, numerics: Numerics) -> Iterator[Shape]:
-    """The cluster kernels that calls of this shape can need.
+def clusters_of(shape: CallShape, rows: Iterable[int], numerics: Numerics) -> Iterator[Shape]:
+    """The cluster kernels that calls of this shape with these numbers of rows need.
 
     Example:
-        >>> list(clusters_of(CallShape(64, (64,), 16, num_keys=8), 1, "gemv"))
+        >>> list(clusters_of(CallShape(64, (64,), 16, num_keys=8), [1], "gemv"))
         []
     """
-    for num_rows in distinct_rows(shape, max_tokens, numerics):
+    for num_rows in rows:
         choice = _cluster(shape, num_rows, numerics)
         if choice is not None:
-            height = tiles.plan_rows(num_rows, shape.num_keys)
+            _, height = _plan_tiles(shape, num_rows)
             yield Shape(height, shape.k_in, shape.n_outs, shape.max_rank, choice)
 
 
@@ -139,15 +137,22 @@ def _cluster(shape: CallShape, num_rows: int, numerics: Numerics) -> Choice | No
     """What `launch.prepare` chooses for calls of that many rows."""
     if numerics != "mma" or shape.has_source:
         return None
+    plan_tiles = _plan_tiles(shape, num_rows)
+    return cluster_choice(*plan_tiles, shape.k_in, shape.n_outs, shape.max_rank)
+
+
+def _plan_tiles(shape: CallShape, num_rows: int) -> tuple[int, int]:
+    """Tiles of a plan, and rows of a tile."""
     height = tiles.plan_rows(num_rows, shape.num_keys)
-    num_tiles = tiles.max_tiles(num_rows, shape.num_keys, height)
-    return cluster_choice(num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank)
+    return tiles.max_tiles(num_rows, shape.num_keys, height), height
 
 
 def _jobs(
-    shape: CallShape, max_tokens: int, device: torch.device, numerics: Numerics
+    shape: CallShape, rows: Iterable[int], device: torch.device, numerics: Numerics
 ) -> Iterator[_Job]:
-    """Launches of the shape, and tensors without a row that has an adapter."""
+    """Launches of the shape for these numbers of rows, and tensors without a row that has an
+    adapter.
+    """
     from lorafold.ops.fold import fold_launch
     from lorafold.ops.group import group_launches
     from lorafold.ops.launch import prepare
@@ -160,7 +165,7 @@ def _jobs(
         return (torch.zeros(shape.num_keys, dtype=dtype, device=device),) * slices
 
     addresses, ranks, scales = table(torch.int64), table(torch.int32), table(torch.float32)
-    for num_rows in distinct_rows(shape, max_tokens, numerics):
+    for num_rows in rows:
         plan = Plan.empty(num_rows, shape.num_keys, device)
         source = plan.keys if shape.has_source else None
         yield from group_launches(plan.keys, plan)
@@ -171,8 +176,10 @@ def _jobs(
                 (True,) * slices, shape.max_rank, numerics, 1, shape.has_source,
                 (plan.tile_key.shape[0], plan.block_rows), folds, device,
             )  # fmt: skip
-            tables, rows = (addresses, addresses, scales, ranks), (plan.tile_key, plan.tile_rows)
-            operands = call.operands(some, memory, outs, tables, *rows, source)
+            tables = addresses, addresses, scales, ranks
+            operands = call.operands(
+                some, memory, outs, tables, plan.tile_key, plan.tile_rows, source
+            )
             yield from zip(call.launches, operands, strict=True)
         if is_beside:
             fold = fold_launch(

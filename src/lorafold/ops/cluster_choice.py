@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
 from lorafold.numerics import SEGMENT
+from lorafold.ops.nearest import nearest
 from lorafold.ops.scratch import num_segments
 from lorafold.ops.tiles import cdiv
 
-__all__ = ["Choice", "Shape", "candidates", "cluster_choice"]
+__all__ = ["Choice", "Shape", "candidates", "cluster_choice", "shape_of_call"]
 
 _PITCH = 2 * SEGMENT + 16
 _MOST_SHARED, _OF_SM, _RESERVED = 227 * 1024, 228 * 1024, 1024
@@ -141,46 +141,40 @@ def cluster_choice(
     Example:
         >>> cluster_choice(num_tiles=64, tile_rows=64, k_in=4096, n_outs=(4096,), max_rank=16)
     """
-    shape = (tile_rows, num_tiles, max_rank, len(n_outs), sum(n_outs), num_segments(k_in))
-    choice = _nearest(shape)
+    shape = shape_of_call(num_tiles, tile_rows, k_in, n_outs, max_rank)
+    choice = nearest(_table(), shape, _WEIGHTS, larger=2.0, farthest=_FARTHEST)
     if choice is None or not Shape(tile_rows, k_in, n_outs, max_rank, choice).fits:
         return None
     return choice
 
 
-_Key = tuple[int, ...]
+def shape_of_call(
+    num_tiles: int, tile_rows: int, k_in: int, n_outs: tuple[int, ...], max_rank: int
+) -> tuple[int, ...]:
+    """What the table has entries for.
+
+    Example:
+        >>> shape_of_call(8, 16, 4096, (4096, 1024, 1024), 64)
+        (16, 8, 64, 3, 6144, 4)
+    """
+    return tile_rows, num_tiles, max_rank, len(n_outs), sum(n_outs), num_segments(k_in)
+
 
 _WEIGHTS = (8.0, 1.0, 2.0, 2.0, 1.0, 1.0)
-"""How much a factor of two matters in each part of a shape: the height of a tile most."""
+"""How much a factor of two matters in each part of a shape: the height of a tile most. Where a call
+is larger than what was measured it matters twice as much: larger calls are those that lose.
+"""
 
 _FARTHEST = 3.0
 """Beyond this distance, in weighted factors of two, a measurement says nothing."""
 
 
 @functools.cache
-def _table() -> list[tuple[_Key, Choice | None]]:
+def _table() -> list[tuple[tuple[int, ...], Choice | None]]:
     """The measured shapes, and what was fastest."""
     text = files("lorafold").joinpath("data/clusters.json").read_text()
     entries = json.loads(text)["clusters"]
     return [(tuple(shape), sizes and Choice(*sizes)) for shape, sizes in entries]
-
-
-def _nearest(shape: _Key) -> Choice | None:
-    """What was fastest at the measured shape that is the fewest factors of two away, those by which
-    it is smaller than the call counted twice: larger calls are those that lose.
-    """
-
-    def distance(entry: tuple[_Key, object]) -> float:
-        total = 0.0
-        for weight, measured, wanted in zip(_WEIGHTS, entry[0], shape, strict=True):
-            factors = math.log2(wanted / measured)
-            total += weight * max(2 * factors, -factors)
-        return total
-
-    nearest = min(_table(), key=distance, default=None)
-    if nearest is None or distance(nearest) > _FARTHEST:
-        return None
-    return nearest[1]
 
 
 def candidates(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import TypeVar
 
 from lorafold.numerics import Numerics
+from lorafold.ops.nearest import nearest
 from lorafold.ops.scratch import num_segments, num_sums
 
 __all__ = [
@@ -289,13 +289,10 @@ def _table() -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
 
 
 def _nearest(kernel: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The block sizes of the measured shape that is the fewest factors of two away."""
-
-    def distance(entry: tuple[tuple[int, ...], object]) -> float:
-        pairs = zip(_WEIGHTS[kernel], entry[0], shape, strict=True)
-        return sum(weight * abs(math.log2(one / other)) for weight, one, other in pairs)
-
-    return min(_table()[kernel], key=distance)[1]
+    """The block sizes of the nearest measured shape."""
+    sizes = nearest(_table()[kernel], shape, _WEIGHTS[kernel])
+    assert sizes is not None  # the table has entries
+    return sizes
 
 
 def _fitting(tile: _Tile, shared_memory: int) -> _Tile:
