@@ -29,9 +29,12 @@ def test_every_number_of_rows_has_its_blocks_among_those_compiled(shape, numeric
     def blocks(num_rows: int) -> tuple[object, object]:
         height = tiles.plan_rows(num_rows, shape.num_keys)
         num_tiles = tiles.max_tiles(num_rows, shape.num_keys, height)
-        return tiles.call_tiles(
-            numerics, num_rows, num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank
+        fixed = num_tiles, height, shape.k_in, shape.n_outs, shape.max_rank
+        usual, beside = (
+            tiles.call_tiles(numerics, num_rows, *fixed, is_beside=is_beside)
+            for is_beside in (False, True)
         )
+        return usual, beside
 
     most = 300 * shape.rows_per_token
     compiled = {blocks(n) for n in distinct_rows(shape, 300, numerics)}

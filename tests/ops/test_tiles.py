@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorafold.numerics import Numerics
 from lorafold.ops import tiles
 from tests.ops.cases import assert_same_bits, make_case
 from tests.ops.test_kernels import run
@@ -43,6 +44,47 @@ def test_expand(num_tiles, tile_rows, max_rank, shared_memory, columns, segments
         assert tile.block_k >= max_rank
     assert tile.num_bytes <= shared_memory
     assert tile.block_cols >= 16
+
+
+@given(
+    tile_rows=SIZES["tile_rows"],
+    k_in=st.integers(1, 40_000),
+    max_rank=SIZES["max_rank"],
+    shared_memory=SIZES["shared_memory"],
+)
+def test_beside(tile_rows, k_in, max_rank, shared_memory):
+    shrink, expand = tiles.beside_tiles(tile_rows, k_in, max_rank, shared_memory)
+    for tile in (shrink, expand):
+        assert tile.tile_rows == tile_rows
+        assert tile.num_bytes <= shared_memory
+    assert all(map(is_power_of_two, (shrink.block_ranks, shrink.block_k, expand.block_cols)))
+    assert 1024 % shrink.block_k == 0
+    assert shrink.block_k % 16 == 0
+    assert not shrink.early  # a program that waits would stand where the base layer's should
+    if expand.blocks > 1:
+        assert expand.block_k >= max_rank
+
+
+@pytest.mark.parametrize("max_rank", [16, 64])
+@pytest.mark.parametrize("tile_rows", tiles.HEIGHTS)
+def test_those_beside_a_base_layer_give_the_same_bits(device, tile_rows, max_rank):
+    shape = (19, [max_rank, None, 7], 1040, [136, 24], max_rank)
+    expected = make_case(*shape, device=device).truth("mma")
+    case = make_case(*shape, device=device)
+    shrink, expand = tiles.beside_tiles(tile_rows, 1040, max_rank)
+    run(case, "mma", shrink=shrink, expand=expand)
+    for buffer, truth in zip(case.out_buffers, expected, strict=True):
+        assert_same_bits(buffer, truth)
+
+
+def test_only_few_rows_have_sizes_of_their_own_beside_a_base_layer():
+    def both(num_rows: int, numerics: Numerics = "mma") -> list[object]:
+        call = numerics, num_rows, num_rows, 16, 4096, (4096,), 16
+        return [tiles.call_tiles(*call, is_beside=is_beside) for is_beside in (True, False)]
+
+    assert both(128)[0] == tiles.beside_tiles(16, 4096, 16) != both(128)[1]
+    for own, usual in (both(129), both(64, "gemv")):
+        assert own == usual
 
 
 @given(

@@ -73,27 +73,23 @@ def apply_lora_beside(
         apply_lora_bgmv(routes, x, outs, seq_slot, plan=plan, numerics=numerics)
         return outs
     routes = tuple(routes)
-    deltas = _start(routes, x, seq_slot, plan, numerics)
-    outs = base()
-    return _finish(routes, x, deltas, tuple(outs), seq_slot)
+    check_keys("seq_slot", seq_slot, num_rows, routes[0].device)
+    plan.check(num_rows, routes[0].max_loras, x.device)
+    # The second stream waits for what is before the base layer, which is launched first, so that
+    # its programs find multiprocessors that are empty.
+    _side_stream(x.device).wait_stream(torch.cuda.current_stream(x.device))
+    outs = tuple(base())
+    deltas = _deltas(routes, x, num_rows, plan, numerics)
+    return _finish(routes, x, deltas, outs, seq_slot)
 
 
-def _start(
-    routes: tuple[LoraRoute, ...],
-    x: Tensor,
-    seq_slot: Tensor,
-    plan: Plan,
-    numerics: Numerics | None,
+def _deltas(
+    routes: tuple[LoraRoute, ...], x: Tensor, num_rows: int, plan: Plan, numerics: Numerics | None
 ) -> tuple[Tensor, ...]:
     """Launch shrink and expand on the second stream; deltas [num_rows, n_out] per route."""
     from lorafold.ops.launch import routed_triton
 
-    num_rows = seq_slot.shape[0]
-    check_keys("seq_slot", seq_slot, num_rows, routes[0].device)
-    plan.check(num_rows, routes[0].max_loras, x.device)
-    side = _side_stream(x.device)
-    side.wait_stream(torch.cuda.current_stream(x.device))
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(_side_stream(x.device)):
         deltas = tuple([x.new_empty(num_rows, route.n_out) for route in routes])
         check_routes(routes, deltas)
         check_operands(routes, x, deltas, num_rows, num_rows)

@@ -99,8 +99,9 @@ def prepare(
     slices, has_plan = len(n_outs), plan_tiles is not None
     shared_memory, pdl = shared_memory_of(device), has_pdl(device)
     own_shrink, own_expand = tiles.call_tiles(
-        numerics, num_rows, num_tiles, block_rows, k_in, n_outs, max_rank, shared_memory
-    )
+        numerics, num_rows, num_tiles, block_rows, k_in, n_outs, max_rank, shared_memory,
+        is_beside=not folds,
+    )  # fmt: skip
     shrink, expand = shrink or own_shrink, expand or own_expand
     if isinstance(shrink, tiles.GemvShrinkTile) and isinstance(expand, tiles.GemvExpandTile):
         return Call(

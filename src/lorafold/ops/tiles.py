@@ -27,6 +27,7 @@ __all__ = [
     "GemvExpandTile",
     "GemvShrinkTile",
     "ShrinkTile",
+    "beside_tiles",
     "call_tiles",
     "cdiv",
     "expand_tile",
@@ -196,6 +197,31 @@ def expand_tile(
     return _fitting(tile, shared_memory)
 
 
+_BESIDE_ROWS = 128
+"""Up to this many rows, calls beside a base layer have block sizes of their own."""
+
+
+@functools.cache
+def beside_tiles(
+    tile_rows: int, k_in: int, max_rank: int, shared_memory: int = SHARED_MEMORY
+) -> tuple[ShrinkTile, ExpandTile]:
+    """The block sizes of a call beside a base layer, whose programs need whole multiprocessors.
+
+    So nothing may stand on one and wait: the shrink is a short pipeline that starts the expand
+    late, and the expand has many small programs.
+
+    Example:
+        >>> beside_tiles(16, 4096, 16)[0]
+        ShrinkTile(tile_rows=16, block_ranks=16, block_k=128, num_warps=4, num_stages=4, early=False)
+    """
+    ranks = max(16, next_power_of_2(max_rank))
+    block_k = min(128, max(16, next_power_of_2(k_in)))
+    shrink = ShrinkTile(tile_rows, min(ranks, 64), block_k, num_warps=4, num_stages=4)
+    blocks = 2 if 16 < ranks <= 256 else 1
+    expand = ExpandTile(tile_rows, 128, blocks, min(ranks, 256), 4, blocks, ahead=blocks > 1)
+    return _fitting(shrink, shared_memory), _fitting(expand, shared_memory)
+
+
 _FEW_PROGRAMS = 512
 """Fewer programs than this do not fill the device, so that they are made smaller."""
 
@@ -259,14 +285,18 @@ def call_tiles(
     n_outs: tuple[int, ...],
     max_rank: int,
     shared_memory: int = SHARED_MEMORY,
+    *,
+    is_beside: bool = False,
 ) -> tuple[ShrinkTile, ExpandTile] | tuple[GemvShrinkTile, GemvExpandTile]:
-    """The block sizes of both kernels of a call."""
+    """The block sizes of both kernels of a call, which may run beside a base layer."""
     fixed, slices, columns = (num_tiles, tile_rows), len(n_outs), sum(n_outs)
     if numerics == "gemv":
         return (
             gemv_shrink_tile(num_rows, *fixed, slices, k_in, max_rank),
             gemv_expand_tile(num_rows, *fixed, columns, max_rank),
         )
+    if is_beside and num_rows <= _BESIDE_ROWS:
+        return beside_tiles(tile_rows, k_in, max_rank, shared_memory)
     segments = num_sums(k_in, numerics)
     return (
         shrink_tile(*fixed, slices, k_in, max_rank, shared_memory),
