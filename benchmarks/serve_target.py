@@ -53,6 +53,9 @@ def own_server(options: argparse.Namespace) -> Iterator[Target]:
             about = {"write_s": round(written - start, 1), "start_s": round(up - written, 1)}
             print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
             yield Target(server.url, about)
+        except Exception:
+            print("".join(server.lines[-40:]), file=sys.stderr)  # why, if it is the server's doing
+            raise
         finally:
             server.stop()
 

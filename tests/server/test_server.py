@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import json
 import time
 from pathlib import Path
@@ -277,6 +278,19 @@ def test_routes_that_are_not_there_are_refused_in_openais_shape(server: Process)
         # A page of another site cannot send JSON without asking first.
         refused = http.post("/v1/completions", content=b'{"model": "a0", "prompt": "x"}')
         assert refused.status_code == 400
+
+
+def test_an_idle_connection_outlives_its_clients_use_of_it(server: Process) -> None:
+    """OpenAI's client uses one again within 5 s; a server that closes it then breaks a request."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    connection.request("GET", "/health")
+    connection.getresponse().read()
+    kept = connection.sock
+    time.sleep(6)
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200
+    assert connection.sock is kept
+    connection.close()
 
 
 def test_a_client_that_leaves_ends_its_request(server: Process) -> None:
