@@ -146,7 +146,7 @@ def test_without_the_bindings(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     assert not cluster.has_clusters(device)
     shape = Shape(8, 1024, (512,), 16, Choice(2))
-    assert cluster.cluster_launch(shape, 4, 1024, (512,), device) is None
+    assert cluster.cluster_launch(shape, 4, 1, 1024, (512,), device) is None
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
@@ -169,7 +169,7 @@ def test_what_cannot_be_compiled_is_told_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         for max_rank in (16, 8, 16):
             shape = Shape(8, 1024, (512,), max_rank, Choice(2))
-            assert cluster.cluster_launch(shape, 4, 1024, (512,), device) is None
+            assert cluster.cluster_launch(shape, 4, 1, 1024, (512,), device) is None
             cluster.compile_ahead([shape])
     assert [r.message for r in caplog.records] == [
         "calls take the Triton kernels, as the cluster kernel failed: BackendError: NVRTC: no 16"
@@ -181,7 +181,7 @@ def test_rows_that_are_not_aligned(monkeypatch, x_stride, out_stride):
     device = pretend_hopper(monkeypatch)
     monkeypatch.setattr(cluster, "_function", pytest.fail)
     shape = Shape(8, 1024, (512,), 16, Choice(2))
-    assert cluster.cluster_launch(shape, 4, x_stride, (out_stride,), device) is None
+    assert cluster.cluster_launch(shape, 4, 1, x_stride, (out_stride,), device) is None
 
 
 def test_calls_that_it_cannot_do_do_not_ask_for_it(monkeypatch):
@@ -195,7 +195,7 @@ def test_calls_that_it_cannot_do_do_not_ask_for_it(monkeypatch):
         "device": torch.device("cpu"),
     }  # fmt: skip
     for change in (
-        {"numerics": "gemv"}, {"top_k": 2}, {"has_source": True}, {"plan_tiles": None},
+        {"numerics": "gemv"}, {"plan_tiles": None},
         {"is_x_aligned": False}, {"are_outs_aligned": (False,)}, {"folds": False},
     ):  # fmt: skip
         call = launch.prepare(**(plain | change))
@@ -231,9 +231,10 @@ def test_the_sources_are_shipped():
 
 def test_parameters_are_laid_out_as_the_kernel_reads_them():
     params = cluster._params(3)
-    assert ctypes.sizeof(params) == 4 * 8 + 3 * 6 * 8
-    assert params.x_stride.offset == 24
-    assert params.slice.offset == 32
+    assert ctypes.sizeof(params) == 6 * 8 + 3 * 6 * 8
+    assert params.source.offset == 24
+    assert params.x_stride.offset == 32
+    assert params.slice.offset == 48
     assert cluster._Slice.stride.offset == 40
 
 
@@ -256,13 +257,13 @@ def fake_launch(monkeypatch, statuses: list[int]) -> tuple[cluster.ClusterLaunch
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
     shape = Shape(8, 1024, (512, 64), 16, Choice(2))
-    strides = 1024, (512, 64)
-    made = cluster.ClusterLaunch(shape, "kernel", 5, *strides, torch.device("cuda", 1))
+    sizes = 5, 3, 1024, (512, 64)
+    made = cluster.ClusterLaunch(shape, "kernel", *sizes, torch.device("cuda", 1))
     return made, driver, seen
 
 
-OPERANDS = (1, (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), 12, 13)
-PARAMS = struct.pack("16q", 1, 12, 13, 1024, 4, 6, 8, 10, 2, 512, 5, 7, 9, 11, 3, 64)
+OPERANDS = (1, (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), 12, 13, 14)
+PARAMS = struct.pack("18q", 1, 12, 13, 14, 1024, 3, 4, 6, 8, 10, 2, 512, 5, 7, 9, 11, 3, 64)
 
 
 def test_what_the_driver_is_given(monkeypatch):
@@ -277,8 +278,9 @@ def test_what_the_driver_is_given(monkeypatch):
     assert config.sharedMemBytes == made.shape.shared_bytes
     driver.CUstream.assert_called_with(77)
     x, key = torch.zeros(8), torch.zeros(8).int()
-    made(x, (x, x), (x, x), (x, x), (x, x), (x, x), key, key)
+    made(x, (x, x), (x, x), (x, x), (x, x), (x, x), key, key, None)
     assert struct.unpack_from("2q", seen[1][1]) == (x.data_ptr(), key.data_ptr())
+    assert struct.unpack_from("q", seen[1][1], 24) == (0,)
 
 
 def test_a_threads_first_use_of_cuda(monkeypatch):

@@ -56,19 +56,26 @@ def build(site: str, num_rows: int, seed: int = 0, **kwargs) -> Case:
     )  # fmt: skip
 
 
-def run(case: Case, plan: Plan, choice: Choice) -> None:
+def run(
+    case: Case,
+    plan: Plan,
+    choice: Choice,
+    x: torch.Tensor | None = None,
+    top_k: int = 1,
+    source: torch.Tensor | None = None,
+) -> None:
     """The call by the cluster kernel, or a failure."""
-    route = case.routes[0]
+    route, x = case.routes[0], case.x if x is None else x
     call = prepare_call(
-        case.x, tuple(case.outs), route.max_rank, "mma", plan.tile_key, plan.tile_rows,
-        cluster=choice,
+        x, tuple(case.outs), route.max_rank, "mma", plan.tile_key, plan.tile_rows,
+        top_k, source is not None, cluster=choice,
     )  # fmt: skip
     (launch,) = call.launches
     assert isinstance(launch, ClusterLaunch)
     assert call.xa_bytes == 0
     tables = tuple(zip(*map(tables_of, case.routes), strict=True))
     (operands,) = call.operands(
-        case.x, None, tuple(case.outs), tables, plan.tile_key, plan.tile_rows
+        x, None, tuple(case.outs), tables, plan.tile_key, plan.tile_rows, source
     )
     launch(*operands)
 
@@ -99,6 +106,29 @@ def test_numbers_of_rows(site, num_rows):
         expected = case.truth("mma", by_slot=True)
         run(case, plan_of_height(case, tile_rows), Choice(8))
         assert_equal(case, expected, f"tiles of {tile_rows}")
+
+
+@pytest.mark.parametrize("tile_rows", [8, 16])
+@pytest.mark.parametrize("by_source", [False, True])
+@pytest.mark.parametrize("site", ["o", "odd", "down"])
+def test_several_rows_read_one_row_of_x(site, by_source, tile_rows):
+    """As experts' gate and up do: rows / top_k, or through an index that another kernel writes."""
+    case = build(site, 40)
+    x = case.x[:10].clone()
+    sources = torch.arange(40, device="cuda").int() // 4
+    if by_source:
+        sources = sources[torch.randperm(40, device="cuda")].contiguous()
+    case.x.copy_(x[sources.long()])
+    expected = case.truth("mma", by_slot=True)
+    plan, choice = plan_of_height(case, tile_rows), Choice(16 if site == "down" else 8)
+    if by_source:
+        written = torch.full_like(sources, 7)
+        torch.cuda.synchronize()
+        written.copy_(sources)  # by the kernel before
+        run(case, plan, choice, x, source=written)
+    else:
+        run(case, plan, choice, x, top_k=4)
+    assert_equal(case, expected)
 
 
 def test_slices_of_which_some_have_no_adapter():

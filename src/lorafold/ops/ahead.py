@@ -135,7 +135,7 @@ def clusters_of(shape: CallShape, rows: Iterable[int], numerics: Numerics) -> It
 
 def _cluster(shape: CallShape, num_rows: int, numerics: Numerics) -> Choice | None:
     """What `launch.prepare` chooses for calls of that many rows."""
-    if numerics != "mma" or shape.has_source:
+    if numerics != "mma":
         return None
     plan_tiles = _plan_tiles(shape, num_rows)
     return cluster_choice(*plan_tiles, shape.k_in, shape.n_outs, shape.max_rank)

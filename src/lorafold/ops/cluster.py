@@ -227,8 +227,10 @@ class _Slice(ctypes.Structure):
 @functools.cache
 def _params(slices: int) -> Any:
     """`Params` of `cuda/shape.cuh`."""
-    fields: list[Any] = [(name, ctypes.c_void_p) for name in ("x", "tile_key", "tile_rows")]
-    fields += [("x_stride", ctypes.c_int64), ("slice", _Slice * slices)]
+    addresses = "x", "tile_key", "tile_rows", "source"
+    fields: list[Any] = [(name, ctypes.c_void_p) for name in addresses]
+    fields += [(name, ctypes.c_int64) for name in ("x_stride", "top_k")]
+    fields.append(("slice", _Slice * slices))
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -255,8 +257,8 @@ def _config(shape: Shape, num_tiles: int) -> Any:
 class ClusterLaunch:
     """The kernel with all of its arguments but the tensors, on one device; called as `Launch`.
 
-    Its tensors are x, outs, the tables of A, B, scales and ranks, and the plan's two. Threads may
-    share it.
+    Its tensors are x, outs, the tables of A, B, scales and ranks, the plan's two, and source or
+    None. Threads may share it.
     """
 
     def __init__(
@@ -264,6 +266,7 @@ class ClusterLaunch:
         shape: Shape,
         function: Any,
         num_tiles: int,
+        top_k: int,
         x_stride: int,
         out_strides: tuple[int, ...],
         device: torch.device,
@@ -274,7 +277,7 @@ class ClusterLaunch:
         self._function, self._device, self._driver = function, device, driver
         self._config = _config(shape, num_tiles)
         self._params = _params(len(shape.n_outs))()
-        self._params.x_stride = x_stride
+        self._params.x_stride, self._params.top_k = x_stride, top_k
         for each, stride in zip(self._params.slice, out_strides, strict=True):
             each.stride = stride
         # What the driver reads: one pointer, to all parameters; it copies them at the launch.
@@ -293,10 +296,12 @@ class ClusterLaunch:
         return self._start if device == self._device.index else None
 
     def _start(self, operands: Sequence[Any]) -> None:
-        x, outs, a_tables, b_tables, scales, ranks, tile_key, tile_rows = operands
+        x, outs, a_tables, b_tables, scales, ranks, tile_key, tile_rows, source = operands
         params, config, driver = self._params, self._config, self._driver
         with self._lock:  # the driver is called outside of Python's lock
-            params.x, params.tile_key, params.tile_rows = x, tile_key, tile_rows
+            params.x, params.tile_key, params.tile_rows, params.source = (
+                x, tile_key, tile_rows, source,
+            )  # fmt: skip
             tables = zip(params.slice, outs, a_tables, b_tables, scales, ranks, strict=True)
             for each, *values in tables:
                 each.out, each.a, each.b, each.scale, each.rank = values
@@ -313,6 +318,7 @@ class ClusterLaunch:
 def cluster_launch(
     shape: Shape,
     num_tiles: int,
+    top_k: int,
     x_stride: int,
     out_strides: tuple[int, ...],
     device: torch.device,
@@ -323,6 +329,7 @@ def cluster_launch(
     Args:
         shape: what the kernel is compiled for.
         num_tiles: of the plan.
+        top_k: rows that share a row of x, one after the other, where there is no source.
         x_stride: elements between rows of x.
         out_strides: likewise, per output.
         device: where the call will be.
@@ -336,4 +343,4 @@ def cluster_launch(
     function = _function(shape, device)
     if function is None:
         return None
-    return ClusterLaunch(shape, function, num_tiles, x_stride, out_strides, device)
+    return ClusterLaunch(shape, function, num_tiles, top_k, x_stride, out_strides, device)

@@ -51,7 +51,7 @@ class Call:
         """What each launch takes: tensors or addresses, and tuples of them."""
         a_tables, b_tables, scale_tables, rank_tables = tables
         if len(self.launches) == 1:
-            return ((x, outs, *tables, tile_key, tile_rows),)
+            return ((x, outs, *tables, tile_key, tile_rows, source),)
         return (
             (x, xa, a_tables, rank_tables, tile_key, tile_rows, source),
             (xa, outs, b_tables, scale_tables, rank_tables, tile_key, tile_rows),
@@ -83,12 +83,12 @@ def prepare(
     Whether one launch does it comes from `cluster_choice`, block sizes from `tiles`, unless given.
     """
     are_aligned = is_x_aligned and all(are_outs_aligned)
-    is_plain = numerics == "mma" and top_k == 1 and not has_source and folds
-    if plan_tiles is not None and is_plain and are_aligned and not (shrink or expand):
+    may_cluster = numerics == "mma" and folds and are_aligned and not (shrink or expand)
+    if plan_tiles is not None and may_cluster:
         cluster = cluster or cluster_choice(*plan_tiles, k_in, n_outs, max_rank)
         if cluster is not None:
             shape = Shape(plan_tiles[1], k_in, n_outs, max_rank, cluster)
-            launch = cluster_launch(shape, plan_tiles[0], x_stride, out_strides, device)
+            launch = cluster_launch(shape, plan_tiles[0], top_k, x_stride, out_strides, device)
             if launch is not None:
                 return Call(xa_bytes=0, launches=(launch,))
     if plan_tiles is None:

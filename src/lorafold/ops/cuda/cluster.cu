@@ -34,8 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) lora_cluster(con
     const Unit unit = unit_of(me, adapter);
     const Share share = share_of(me);
     make_bars(me, adapter, tile.num_rows);
-    if (unit.exists && (me.warp & 3) == 3 && tile.my_row >= 0)
-        prefetch(p.x + tile.my_row * p.x_stride + unit.seg * SEG, unit.length * 2);
+    const int my_x = tile.my_row / (int)p.top_k;
+    if (unit.exists && (me.warp & 3) == 3 && tile.my_row >= 0 && !p.source)
+        prefetch(p.x + my_x * p.x_stride + unit.seg * SEG, unit.length * 2);
     if (unit.has_ranks)
         fetch_a(unit.a, me.a_bar, pick(adapter, unit.block / STEPS), unit.block % STEPS, unit.seg, me.lane);
     fetch_chunks(me, share, adapter);
@@ -46,11 +47,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) lora_cluster(con
 #pragma unroll
         for (int e = 0; e < 2; e++) rows[h][e] = __shfl_sync(~0u, tile.my_row, h * 8 + me.t * 2 + e);
     const u16* x_from[TILE / 4];
-    x_rows(x_from, p, tile.my_row, unit.seg, me.warp & 3, me.lane);
+    x_rows(x_from, p, my_x, unit.seg, me.warp & 3, me.lane);
 #pragma unroll
     for (int i = 0; i < TILE / 4; i++) asm volatile("" : "+l"(x_from[i]));  // now, not after the wait
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     wait_for_predecessor();
+    if (p.source)  // may have been written by the kernel before
+        x_rows(x_from, p, tile.my_row < 0 ? 0 : p.source[tile.my_row], unit.seg, me.warp & 3, me.lane);
 
     auto outs = [&]() { fetch_outs(p, me, share, adapter, rows, tile.num_rows); };
     if (unit.exists) {

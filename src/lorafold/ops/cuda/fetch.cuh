@@ -35,12 +35,12 @@ __device__ __forceinline__ void fetch_b(u32 to, u32 bar, const Adapter& of, int 
     }
 }
 
-// The rows of x that a warp fetches, from the lane's 16 bytes of the segment on.
-__device__ __forceinline__ void x_rows(const u16* (&from)[TILE / 4], const Params& p, int my_row, int seg, int warp,
+// The rows of x that a warp fetches, from the lane's 16 bytes of the segment on; my_x is the lane's.
+__device__ __forceinline__ void x_rows(const u16* (&from)[TILE / 4], const Params& p, int my_x, int seg, int warp,
                                        int lane) {
 #pragma unroll
     for (int i = 0; i < TILE / 4; i++) {
-        const i64 row = __shfl_sync(~0u, my_row, warp + i * 4);
+        const i64 row = __shfl_sync(~0u, my_x, warp + i * 4);
         from[i] = p.x + row * p.x_stride + seg * SEG + lane * 8;
     }
 }

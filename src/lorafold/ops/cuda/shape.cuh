@@ -47,7 +47,8 @@ struct Slice {
 struct Params {
     const u16* x;
     const int *tile_key, *tile_rows;
-    i64 x_stride;
+    const int* source;  // of each row, its row of x; none: row / top_k
+    i64 x_stride, top_k;
     Slice slice[SLICES];
 };
 
