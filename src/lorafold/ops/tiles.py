@@ -211,8 +211,9 @@ def beside_tiles(
     late, and the expand has many small programs.
 
     Example:
-        >>> beside_tiles(16, 4096, 16)[0]
-        ShrinkTile(tile_rows=16, block_ranks=16, block_k=128, num_warps=4, num_stages=4, early=False)
+        >>> shrink, expand = beside_tiles(16, 4096, 16)
+        >>> shrink.block_k, shrink.early, expand.block_cols, expand.blocks
+        (128, False, 128, 1)
     """
     ranks = max(16, next_power_of_2(max_rank))
     block_k = min(128, max(16, next_power_of_2(k_in)))
