@@ -227,8 +227,8 @@ class _Slice(ctypes.Structure):
 @functools.cache
 def _params(slices: int) -> Any:
     """`Params` of `cuda/shape.cuh`."""
-    addresses = "x", "tile_key", "tile_rows", "source"
-    fields: list[Any] = [(name, ctypes.c_void_p) for name in addresses]
+    pointers = "x", "tile_key", "tile_rows", "source"
+    fields: list[Any] = [(name, ctypes.c_void_p) for name in pointers]
     fields += [(name, ctypes.c_int64) for name in ("x_stride", "top_k")]
     fields.append(("slice", _Slice * slices))
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
@@ -299,9 +299,8 @@ class ClusterLaunch:
         x, outs, a_tables, b_tables, scales, ranks, tile_key, tile_rows, source = operands
         params, config, driver = self._params, self._config, self._driver
         with self._lock:  # the driver is called outside of Python's lock
-            params.x, params.tile_key, params.tile_rows, params.source = (
-                x, tile_key, tile_rows, source,
-            )  # fmt: skip
+            params.x, params.source = x, source
+            params.tile_key, params.tile_rows = tile_key, tile_rows
             tables = zip(params.slice, outs, a_tables, b_tables, scales, ranks, strict=True)
             for each, *values in tables:
                 each.out, each.a, each.b, each.scale, each.rank = values

@@ -219,7 +219,9 @@ def beside_tiles(
     block_k = min(128, max(16, next_power_of_2(k_in)))
     shrink = ShrinkTile(tile_rows, min(ranks, 64), block_k, num_warps=4, num_stages=4)
     blocks = 2 if 16 < ranks <= 256 else 1
-    expand = ExpandTile(tile_rows, 128, blocks, min(ranks, 256), 4, blocks, ahead=blocks > 1)
+    expand = ExpandTile(
+        tile_rows, 128, blocks, min(ranks, 256), num_warps=4, num_stages=blocks, ahead=blocks > 1
+    )
     return _fitting(shrink, shared_memory), _fitting(expand, shared_memory)
 
 

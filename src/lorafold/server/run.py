@@ -11,9 +11,9 @@ from lorafold.errors import BackendError
 from lorafold.server.app import create_app
 from lorafold.server.service import Service
 
-__all__ = ["KEEP_ALIVE_S", "check_address", "run"]
+__all__ = ["check_address", "run"]
 
-KEEP_ALIVE_S = 75
+_KEEP_ALIVE_S = 75
 """Idle connections are kept for so long: longer than clients (OpenAI's library: 5 s) and proxies
 (60 s, as a rule) use one again, or the next request would meet the close now and then, and fail.
 """
@@ -60,7 +60,7 @@ def run(service: Service, *, host: str, port: int, drain_seconds: int) -> None:
         access_log=False,
         log_level="info",
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=drain_seconds,
     )
     server = uvicorn.Server(config)
